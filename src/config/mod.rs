@@ -1,0 +1,400 @@
+//! The typed plugin configuration: what the rest of the crate may rely on once it is loaded.
+//!
+//! [`load`] turns the JSON an operator wrote into a [`Config`], or into every mistake in it at once.
+//! `json` keeps the text as a tree, `raw` reads it setting by setting, `check` fills in and compares.
+//! Nothing here knows the host.
+
+mod check;
+mod fields;
+mod json;
+mod matcher;
+mod problem;
+mod protobuf;
+mod raw;
+mod scope;
+mod store;
+mod values;
+mod warnings;
+
+use std::rc::Rc;
+use std::time::Duration;
+
+pub use check::load;
+pub use problem::{ConfigError, ConfigErrors};
+
+/// A whole plugin configuration that passed every check.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Where records live.
+    pub store: StoreConfig,
+    /// What happens to a request whose claim the store could not answer.
+    pub on_store_error: OnStoreError,
+    /// The rules, in the order written: the first match wins.
+    pub rules: Vec<Rc<Rule>>,
+    /// The HTTP statuses of the filter's own refusals.
+    pub statuses: Statuses,
+    /// Prefix of the `type` member of every problem detail (RFC 9457 section 3.1.1); ends with `/` or `#`.
+    pub problem_type_base: String,
+    /// Bounds of one worker's memory.
+    pub limits: Limits,
+    /// What the operator should hear about at load; none of it makes the configuration wrong.
+    pub warnings: Vec<String>,
+}
+
+impl Config {
+    /// How many new keys per second the embedded store takes for ever without being full: `max_records` over the
+    /// longest `record_ttl` of the rules that are enforced. `None` where none is.
+    #[must_use]
+    pub fn sustained_keys_per_second(&self) -> Option<f64> {
+        let StoreConfig::SharedData(store) = &self.store;
+        let enforced = self.rules.iter().filter(|rule| rule.mode == Mode::Enforce);
+        let longest = enforced.map(|rule| rule.record_ttl).max()?;
+        Some(f64::from(store.max_records) / longest.as_secs_f64())
+    }
+}
+
+/// Exactly one store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StoreConfig {
+    /// Records in this Envoy process's shared data: lost on restart, shared by its workers.
+    SharedData(SharedDataConfig),
+}
+
+/// Settings of the embedded store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SharedDataConfig {
+    /// The name of the table; `None` means one of this plugin's own (its name and root id).
+    pub namespace: Option<String>,
+    /// How many live records must fit before the first refusal.
+    pub max_records: u32,
+    /// Bound of the sum of all records' sizes, in bytes.
+    pub max_bytes: u64,
+    /// What a claim meets in a full table.
+    pub when_full: WhenFull,
+}
+
+/// What a claim meets in a full table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WhenFull {
+    /// 503 `store-full`.
+    Reject,
+    /// The bucket's oldest completed record or tombstone makes room; a live, failed or abandoned one never does.
+    EvictCompleted,
+}
+
+/// What happens to a request whose claim the store could not answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnStoreError {
+    /// 503 with `Retry-After`; nothing is forwarded.
+    Deny,
+    /// Forwarded without protection, marked and counted.
+    Allow,
+}
+
+/// What a rule does with the requests it covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// The rule decides.
+    Enforce,
+    /// The rule is passed over as if the request were not covered.
+    Off,
+}
+
+/// One rule: which requests it covers and how each is treated.
+#[derive(Debug, Clone)]
+pub struct Rule {
+    /// Name for logs, filter state and route metadata; unique.
+    pub name: String,
+    /// Which requests it covers.
+    pub matcher: Matcher,
+    /// Enforce or off.
+    pub mode: Mode,
+    /// The key header's name, lower case.
+    pub header: String,
+    /// What a key may look like.
+    pub key: KeyPolicy,
+    /// What a covered request without a key meets.
+    pub missing_key: MissingKey,
+    /// Separates APIs that share a store.
+    pub namespace: String,
+    /// Who the caller is.
+    pub scope: Scope,
+    /// Longest value of one scope part, in bytes.
+    pub max_scope_length: usize,
+    /// What makes two requests the same request.
+    pub fingerprint: FingerprintPolicy,
+    /// No byte of the body seen for so long: refused.
+    pub body_timeout: Duration,
+    /// Longest request body, in bytes.
+    pub max_request_body_bytes: u64,
+    /// Longest response body that is kept, in bytes.
+    pub max_response_body_bytes: u64,
+    /// Lease of a claim.
+    pub lock_ttl: Duration,
+    /// Life of a completed record.
+    pub record_ttl: Duration,
+    /// Life of a failed record.
+    pub failed_ttl: Duration,
+    /// Which statuses are kept and replayed, and which mean "not processed".
+    pub statuses: StatusRules,
+    /// The upstream answered with a failing status.
+    pub on_failure: OnFailure,
+    /// The outcome is unknown.
+    pub on_unknown: OnFailure,
+    /// The record's lease ran out.
+    pub on_abandoned: OnAbandoned,
+    /// The operator vouches that retries below resend only what never reached the upstream.
+    pub trust_route_retries: bool,
+    /// Whether the end of a response waits for its record.
+    pub commit: Commit,
+    /// Name of the header that marks a replay, as written.
+    pub replay_header: String,
+    /// Response headers never kept, lower case.
+    pub drop_response_headers: Vec<String>,
+    /// Response headers kept although they are dropped by default, lower case.
+    pub keep_response_headers: Vec<String>,
+}
+
+/// Which requests a rule covers: every part must match.
+#[derive(Debug, Clone)]
+pub struct Matcher {
+    /// Upper-case methods; never a safe one.
+    pub methods: Vec<String>,
+    /// Host patterns; empty means every host.
+    pub hosts: Vec<HostPattern>,
+    /// The path, without its query.
+    pub path: PathMatcher,
+}
+
+/// A host of the `hosts` list, lower case.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HostPattern {
+    /// `*`
+    Any,
+    /// `api.example.com`: compared without the port unless the pattern has one.
+    Exact(String),
+    /// `*.example.com`, kept as `.example.com`: any host that ends so and has something before it.
+    Suffix(String),
+}
+
+/// How the path (without its query) must look.
+#[derive(Debug, Clone)]
+pub enum PathMatcher {
+    /// Every path.
+    Any,
+    /// Equal, byte for byte.
+    Exact(String),
+    /// Begins so.
+    Prefix(String),
+    /// Matches as a whole, as Envoy's `safe_regex` does.
+    Regex(regex_lite::Regex),
+}
+
+/// What a key may look like.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyPolicy {
+    /// Longest decoded value, in bytes.
+    pub max_length: usize,
+    /// Any value, or a UUID.
+    pub format: KeyFormat,
+    /// How the header line is read.
+    pub syntax: KeySyntax,
+}
+
+/// What the decoded value must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyFormat {
+    /// Anything visible.
+    Any,
+    /// A UUID in its 36-character form (RFC 9562 section 4), either case.
+    Uuid,
+}
+
+/// How the header line is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeySyntax {
+    /// An RFC 9651 String, or a bare token that means the same key.
+    Lenient,
+    /// Only the String.
+    Strict,
+}
+
+/// What a covered request without a key meets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MissingKey {
+    /// 400 `missing-key`.
+    Reject,
+    /// Forwarded as if not covered.
+    Pass,
+}
+
+/// Who the caller is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Scope {
+    /// All callers share one key space, by the operator's explicit choice.
+    Shared,
+    /// All parts together; never empty.
+    Parts(Vec<ScopePart>),
+}
+
+/// One source of a caller's identity.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ScopePart {
+    /// The one line of this request header (lower-case name).
+    Header(String),
+    /// The Authorization header.
+    Authorization,
+    /// A claim of Envoy's jwt_authn *verified* metadata.
+    JwtClaim {
+        /// The claim's path in the payload (`["sub"]`; a dotted name in the JSON is one element).
+        claim: String,
+        /// The metadata key that jwt_authn's `payload_in_metadata` names.
+        metadata_key: String,
+    },
+    /// A property of the client's verified certificate.
+    PeerCertificate(CertificateField),
+    /// Any Envoy attribute.
+    Property(Vec<String>),
+    /// The same for everybody this rule covers.
+    Constant(String),
+}
+
+/// Which part of the client's certificate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CertificateField {
+    /// `connection.uri_san_peer_certificate`
+    UriSan,
+    /// `connection.subject_peer_certificate`
+    Subject,
+    /// `connection.sha256_peer_certificate_digest`
+    Sha256,
+}
+
+/// What makes two requests the same request, beside method, path and query.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FingerprintPolicy {
+    /// The authority counts.
+    pub authority: bool,
+    /// These request headers count (lower case, as listed).
+    pub headers: Vec<String>,
+    /// The body counts.
+    pub body: bool,
+}
+
+/// What becomes of a claim whose execution failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnFailure {
+    /// A failed record: the key is never run again.
+    Retain,
+    /// The claim is given back: a retry runs again.
+    Release,
+}
+
+/// What becomes of a record whose lease ran out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnAbandoned {
+    /// The next claim takes it over, as a further attempt.
+    Takeover,
+    /// 424 until the record expires.
+    Retain,
+}
+
+/// Whether the end of a response waits for its record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Commit {
+    /// A client that saw the whole response finds it replayable.
+    BeforeResponseEnd,
+    /// Nothing waits.
+    AfterResponse,
+}
+
+/// What a response status means for the claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StatusMeaning {
+    /// Kept and replayed.
+    Replay,
+    /// Not processed: the claim is given back.
+    Release,
+    /// Failed.
+    Failure,
+}
+
+/// `replay_statuses` and `release_statuses` as one table; `release` wins over classes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StatusRules {
+    /// Whole classes that are replayed: index 0 is 1xx … 4 is 5xx.
+    pub replay_classes: [bool; 5],
+    /// Single statuses that are replayed, sorted.
+    pub replay: Vec<u16>,
+    /// Single statuses that are released, sorted.
+    pub release: Vec<u16>,
+}
+
+impl StatusRules {
+    /// What `status` means.
+    #[must_use]
+    pub fn meaning(&self, status: u16) -> StatusMeaning {
+        if self.release.binary_search(&status).is_ok() {
+            return StatusMeaning::Release;
+        }
+        let class = usize::from(status / 100).wrapping_sub(1);
+        let replayed = self.replay.binary_search(&status).is_ok()
+            || self.replay_classes.get(class).copied().unwrap_or(false);
+        if replayed { StatusMeaning::Replay } else { StatusMeaning::Failure }
+    }
+}
+
+/// The HTTP statuses of the filter's own refusals.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Statuses {
+    /// `missing-key`, 400
+    pub missing_key: u16,
+    /// `invalid-key`, 400
+    pub invalid_key: u16,
+    /// `invalid-scope`, 400
+    pub invalid_scope: u16,
+    /// `body-timeout`, 408
+    pub body_timeout: u16,
+    /// `payload-too-large`, 413
+    pub payload_too_large: u16,
+    /// `in-flight`, 409
+    pub in_flight: u16,
+    /// `mismatch`, 422
+    pub mismatch: u16,
+    /// `failed`, 424
+    pub failed: u16,
+    /// `abandoned`, 424
+    pub abandoned: u16,
+    /// `response-not-kept`, 409
+    pub response_not_kept: u16,
+    /// `store-unavailable`, 503
+    pub store_unavailable: u16,
+    /// `store-full`, 503
+    pub store_full: u16,
+}
+
+impl Default for Statuses {
+    fn default() -> Self {
+        Self {
+            missing_key: 400,
+            invalid_key: 400,
+            invalid_scope: 400,
+            body_timeout: 408,
+            payload_too_large: 413,
+            in_flight: 409,
+            mismatch: 422,
+            failed: 424,
+            abandoned: 424,
+            response_not_kept: 409,
+            store_unavailable: 503,
+            store_full: 503,
+        }
+    }
+}
+
+/// Bounds of one worker's memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// All response captures of a worker together, in bytes.
+    pub captured_bytes: u64,
+}

@@ -1,0 +1,709 @@
+//! One request/response exchange and its state machine. Owns no clock, no store, no host.
+//!
+//! **The contract:** one [`Event`] in; then all effects of the [`Step`] are applied in order; then the next event. A
+//! store that answers at once is fed back as [`Event::StoreAnswered`] in the same callback ([`drive`] does all
+//! this). [`Step::gate`] says whether the request or the response is held once the effects are applied. An event
+//! that can't happen in a state is counted and ignored, never a panic.
+//!
+//! Everything that affects the state of an exchange lives in this module.
+//!
+//! ```text
+//!            RequestHead                       StoreAnswered(claimed)         ResponseHead (upstream)
+//!  Idle ──────┬──> Reading ──end──> Claiming ────────┬──────> Forwarded ────────┬────> Responding
+//!             │       │                │             │  ^        │  │           │          │ end, or closed
+//!             │ no key│ too large,     │ in flight,  │  │Adopted │  │ closed    │ local    v
+//!             v       │ late           │ done, failed│  └─ Idle  │  │           └─────> Saving ──answered──> Done
+//!          Bypassed   └──> Replying <──┘             └─ store down, allowed:  ───────────^
+//!                                                       Forwarded, unprotected
+//! ```
+//!
+//! | state | request | response | on a tick | when the stream closes |
+//! |---|---|---|---|---|
+//! | `Idle`, `Bypassed`, `Done` | passes | passes | – | – |
+//! | `Reading` | held | Envoy's own reply: nothing is claimed | refuses after `body_timeout` | nothing is claimed |
+//! | `Claiming` | held | Envoy's own reply: releases | – | releases |
+//! | `Forwarded` | passes | decides | renews | fails, or hands over |
+//! | `Responding` | passes | captured; the last frame is held | renews | fails, unless its status froze the outcome |
+//! | `Saving` | passes | held until the store answered | – | nothing: the write is out |
+//! | `Replying` | over | our own: content-type is put right | – | – |
+
+mod effect;
+mod event;
+mod response;
+mod worker;
+
+use std::rc::Rc;
+
+pub use effect::{Effect, StoreOp, Warning};
+pub use event::{Event, StoreAnswer};
+pub use worker::Worker;
+
+use crate::clock::Timestamp;
+use crate::config::{MissingKey, OnStoreError, Rule};
+use crate::fingerprint::{Fingerprint, FingerprintHasher};
+use crate::headers::RequestHead;
+use crate::key::{StoreKey, parse_key};
+use crate::metrics::Counter;
+use crate::outcome::{ClosingFacts, Outcome, closed_reason};
+use crate::policy::Bypass;
+use crate::record::codec::StoredResponse;
+use crate::record::{ClaimTerms, Owner, Reason};
+use crate::reply::problem::{Problem, retry_after_seconds};
+use crate::reply::replay::{PROTECTION_HEADER, replay};
+use crate::reply::{ContentType, LocalReply};
+use crate::scope::resolve_scope;
+use crate::store::{Claim, ClaimReply, Hold, StoreError, Write, WriteReply};
+use response::{Responding, Saving};
+
+/// Tells the upstream which attempt it sees, from the second on.
+pub const ATTEMPT_HEADER: &str = "x-idempotency-attempt";
+
+/// What one event comes to.
+#[derive(Debug)]
+#[must_use]
+pub struct Step {
+    /// To be applied in order.
+    pub effects: Vec<Effect>,
+    /// What is held afterwards.
+    pub gate: Gate,
+}
+
+/// What is held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gate {
+    /// Nothing.
+    Pass,
+    /// The request.
+    HoldRequest,
+    /// The response.
+    HoldResponse,
+}
+
+/// A claim on its way from one pass of an internal redirect to the next.
+#[derive(Debug, Clone)]
+pub struct Handover {
+    held: Held,
+    request_origin: Option<Vec<u8>>,
+    started: Timestamp,
+    protected: bool,
+}
+
+impl Handover {
+    /// The claim.
+    #[must_use]
+    pub const fn hold(&self) -> &Hold {
+        &self.held.hold
+    }
+
+    /// The rule it was made under.
+    #[must_use]
+    pub const fn rule(&self) -> &Rc<Rule> {
+        &self.held.rule
+    }
+}
+
+/// A claim that this exchange holds.
+#[derive(Debug, Clone)]
+struct Held {
+    hold: Hold,
+    rule: Rc<Rule>,
+    renew_at: Timestamp,
+    /// A renewal is out: one operation per key and owner at a time.
+    renewing: bool,
+    lost: bool,
+}
+
+/// One request/response exchange.
+#[derive(Debug)]
+pub struct Exchange {
+    worker: Rc<Worker>,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    Idle,
+    Bypassed,
+    Reading(Box<Reading>),
+    Claiming(Box<Claiming>),
+    Forwarded(Box<Forwarded>),
+    Responding(Box<Responding>),
+    Saving(Box<Saving>),
+    Replying(ContentType),
+    Done,
+}
+
+/// What of the request is needed after its head is gone.
+#[derive(Debug)]
+struct Request {
+    rule: Rc<Rule>,
+    key: StoreKey,
+    owner: Owner,
+    origin: Option<Vec<u8>>,
+    has_attempt_header: bool,
+    has_protection_header: bool,
+}
+
+#[derive(Debug)]
+struct Reading {
+    request: Request,
+    hasher: FingerprintHasher,
+    received: u64,
+    progress_at: Timestamp,
+}
+
+#[derive(Debug)]
+struct Claiming {
+    request: Request,
+    fingerprint: Fingerprint,
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct Forwarded {
+    held: Held,
+    request_origin: Option<Vec<u8>>,
+    started: Timestamp,
+    protected: bool,
+}
+
+impl Exchange {
+    /// An exchange that has seen nothing.
+    #[must_use]
+    pub const fn new(worker: Rc<Worker>) -> Self {
+        Self { worker, state: State::Idle }
+    }
+
+    /// An exchange that will never do anything: for requests that no rule covers.
+    #[must_use]
+    pub const fn bypassed(worker: Rc<Worker>) -> Self {
+        Self { worker, state: State::Bypassed }
+    }
+
+    /// Whether no event can matter any more but the end of the stream.
+    #[must_use]
+    pub const fn is_inert(&self) -> bool {
+        matches!(self.state, State::Idle | State::Bypassed | State::Done)
+    }
+
+    /// Whether the head of a response has to be shown to it.
+    #[must_use]
+    pub const fn wants_response_head(&self) -> bool {
+        match &self.state {
+            State::Reading(_)
+            | State::Claiming(_)
+            | State::Forwarded(_)
+            | State::Replying(ContentType::Absent | ContentType::Exactly(_)) => true,
+            State::Idle
+            | State::Bypassed
+            | State::Responding(_)
+            | State::Saving(_)
+            | State::Replying(ContentType::Kept)
+            | State::Done => false,
+        }
+    }
+
+    /// Whether response bodies have to be announced to it.
+    #[must_use]
+    pub const fn wants_response_body(&self) -> bool {
+        matches!(self.state, State::Responding(_) | State::Saving(_))
+    }
+
+    /// Whether the bytes of response bodies have to be shown to it, too.
+    #[must_use]
+    pub fn wants_response_bytes(&self) -> bool {
+        matches!(&self.state, State::Responding(responding) if responding.wants_bytes())
+    }
+
+    /// Whether request bodies have to be shown to it.
+    #[must_use]
+    pub const fn wants_request_body(&self) -> bool {
+        matches!(self.state, State::Reading(_))
+    }
+
+    /// What is held.
+    #[must_use]
+    pub const fn gate(&self) -> Gate {
+        match &self.state {
+            State::Reading(_) | State::Claiming(_) => Gate::HoldRequest,
+            State::Responding(responding) if responding.holding() => Gate::HoldResponse,
+            State::Saving(saving) if saving.holds_response => Gate::HoldResponse,
+            State::Idle
+            | State::Bypassed
+            | State::Forwarded(_)
+            | State::Responding(_)
+            | State::Saving(_)
+            | State::Replying(_)
+            | State::Done => Gate::Pass,
+        }
+    }
+
+    /// Takes one event. See the module's contract.
+    pub fn handle(&mut self, event: Event<'_>, now: Timestamp) -> Step {
+        let mut effects = Vec::new();
+        let state = std::mem::replace(&mut self.state, State::Done);
+        self.state = match event {
+            Event::RequestHead { rule, head, end, owner } => {
+                self.on_request_head(state, rule, head, end, owner, now, &mut effects)
+            }
+            Event::Adopted(handover) => self.on_adopted(state, handover, &mut effects),
+            Event::RequestBody { chunk, end } => self.on_request_body(state, chunk, end, now, &mut effects),
+            Event::RequestTrailers => self.on_request_trailers(state, &mut effects),
+            Event::StoreAnswered(answer) => self.on_store_answered(state, answer, now, &mut effects),
+            Event::ResponseHead { facts, headers, end } => {
+                self.on_response_head(state, &facts, headers, end, now, &mut effects)
+            }
+            Event::ResponseBody { chunk, skipped, end } => {
+                self.on_response_body(state, chunk, skipped, end, now, &mut effects)
+            }
+            Event::ResponseTrailers => self.on_response_trailers(state, now, &mut effects),
+            Event::Ticked => self.on_ticked(state, now, &mut effects),
+            Event::StreamClosed(facts) => self.on_stream_closed(state, &facts, now, &mut effects),
+        };
+        Step { effects, gate: self.gate() }
+    }
+
+    fn refuse(&self, problem: Problem, counter: Counter, rule: Option<&Rule>, effects: &mut Vec<Effect>) -> State {
+        effects.push(Effect::Count(counter));
+        let rule = rule.map_or("-", |rule| rule.name.as_str());
+        effects.push(Effect::Publish(format!("refused.{} rule={rule} attempt=0 key=-", problem.kind())));
+        self.reply_with(problem, effects)
+    }
+
+    fn reply_with(&self, problem: Problem, effects: &mut Vec<Effect>) -> State {
+        let config = &self.worker.config;
+        self.send(problem.into_reply(&config.statuses, &config.problem_type_base), effects)
+    }
+
+    fn send(&self, reply: LocalReply, effects: &mut Vec<Effect>) -> State {
+        let content_type = reply.content_type.clone();
+        effects.push(Effect::Reply(reply));
+        State::Replying(content_type)
+    }
+
+    /// Refuses a covered request whose head or body the host could not give: without it there is no claim.
+    pub fn refuse_unreadable(&mut self) -> Step {
+        let mut effects = Vec::new();
+        self.state = self.refuse(Problem::StoreUnavailable, Counter::StoreErrors, None, &mut effects);
+        Step { effects, gate: self.gate() }
+    }
+
+    /// Refuses a request whose route names an unknown rule.
+    pub fn refuse_misconfigured(&mut self) -> Step {
+        let mut effects = Vec::new();
+        self.state = self.refuse(Problem::Misconfigured, Counter::RejectedMisconfigured, None, &mut effects);
+        Step { effects, gate: self.gate() }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn on_request_head(
+        &self,
+        state: State,
+        rule: Rc<Rule>,
+        head: &RequestHead<'_>,
+        end: bool,
+        owner: Owner,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        if !matches!(state, State::Idle) {
+            return unexpected(state, effects);
+        }
+        let key = match parse_key(head.headers.lines(&rule.header), &rule.key) {
+            Ok(Some(key)) => key,
+            Ok(None) => match rule.missing_key {
+                MissingKey::Pass => {
+                    effects.extend(Counter::bypassed(Bypass::NoKey).map(Effect::Count));
+                    return State::Bypassed;
+                }
+                MissingKey::Reject => {
+                    let problem = Problem::MissingKey { header: rule.header.clone() };
+                    return self.refuse(problem, Counter::RejectedMissingKey, Some(&rule), effects);
+                }
+            },
+            Err(error) => {
+                let problem = Problem::InvalidKey { why: format!("{}: {error}", rule.header) };
+                return self.refuse(problem, Counter::RejectedInvalidKey, Some(&rule), effects);
+            }
+        };
+        let scope = match resolve_scope(&rule, head) {
+            Ok(scope) => scope,
+            Err(error) => {
+                let problem = Problem::InvalidScope { why: error.to_string() };
+                return self.refuse(problem, Counter::RejectedInvalidScope, Some(&rule), effects);
+            }
+        };
+        let announced = head.headers.first("content-length").and_then(parse_length).unwrap_or(0);
+        if announced > rule.max_request_body_bytes {
+            return self.refuse_too_large(&rule, effects);
+        }
+        let hasher = FingerprintHasher::start(&rule, head);
+        let request = Request {
+            key: StoreKey::derive(&rule.namespace, &scope, &key),
+            owner,
+            origin: head.headers.first("origin").map(<[u8]>::to_vec),
+            has_attempt_header: head.headers.first(ATTEMPT_HEADER).is_some(),
+            has_protection_header: head.headers.first(PROTECTION_HEADER).is_some(),
+            rule,
+        };
+        if end || !request.rule.fingerprint.body {
+            return claim(request, hasher.finish(), effects);
+        }
+        State::Reading(Box::new(Reading { request, hasher, received: 0, progress_at: now }))
+    }
+
+    fn refuse_too_large(&self, rule: &Rule, effects: &mut Vec<Effect>) -> State {
+        let problem = Problem::PayloadTooLarge { limit: rule.max_request_body_bytes };
+        self.refuse(problem, Counter::RejectedTooLarge, Some(rule), effects)
+    }
+
+    fn on_adopted(&self, state: State, handover: Handover, effects: &mut Vec<Effect>) -> State {
+        if !matches!(state, State::Idle) {
+            return unexpected(state, effects);
+        }
+        let Handover { held, request_origin, started, protected } = handover;
+        effects.push(Effect::Count(Counter::HandedOver));
+        effects.push(Effect::OfferHandover(held.hold.owner));
+        State::Forwarded(Box::new(Forwarded { held, request_origin, started, protected }))
+    }
+
+    fn on_request_body(
+        &self,
+        state: State,
+        chunk: &[u8],
+        end: bool,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        match state {
+            State::Reading(mut reading) => {
+                self.worker.note_body_seen();
+                reading.received = reading.received.saturating_add(chunk.len() as u64);
+                if reading.received > reading.request.rule.max_request_body_bytes {
+                    return self.refuse_too_large(&reading.request.rule, effects);
+                }
+                reading.hasher.update_body(chunk);
+                if end {
+                    return claim(reading.request, reading.hasher.finish(), effects);
+                }
+                reading.progress_at = now;
+                State::Reading(reading)
+            }
+            State::Idle
+            | State::Bypassed
+            | State::Claiming(_)
+            | State::Forwarded(_)
+            | State::Responding(_)
+            | State::Saving(_)
+            | State::Replying(_)
+            | State::Done => state,
+        }
+    }
+
+    fn on_request_trailers(&self, state: State, effects: &mut Vec<Effect>) -> State {
+        match state {
+            State::Reading(reading) => claim(reading.request, reading.hasher.finish(), effects),
+            State::Idle
+            | State::Bypassed
+            | State::Claiming(_)
+            | State::Forwarded(_)
+            | State::Responding(_)
+            | State::Saving(_)
+            | State::Replying(_)
+            | State::Done => state,
+        }
+    }
+
+    fn on_store_answered(
+        &self,
+        state: State,
+        answer: StoreAnswer,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        match (state, answer) {
+            (State::Claiming(claiming), StoreAnswer::Claim(answer)) => {
+                self.on_claim_answered(*claiming, answer, now, effects)
+            }
+            (State::Forwarded(mut forwarded), StoreAnswer::Renew(answer)) => {
+                forwarded.held.on_renewed(&answer, effects);
+                State::Forwarded(forwarded)
+            }
+            (State::Responding(mut responding), StoreAnswer::Renew(answer)) => {
+                responding.held.on_renewed(&answer, effects);
+                State::Responding(responding)
+            }
+            (State::Saving(saving), StoreAnswer::Renew(answer)) => saving.on_renewed(&answer, effects),
+            (State::Saving(saving), StoreAnswer::End(answer)) => saving.on_answered(answer, effects),
+            (
+                state,
+                StoreAnswer::Claim(_) | StoreAnswer::Renew(_) | StoreAnswer::End(_),
+            ) => unexpected(state, effects),
+        }
+    }
+
+    fn on_claim_answered(
+        &self,
+        claiming: Claiming,
+        answer: Result<ClaimReply, StoreError>,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        let Claiming { request, fingerprint, closed } = claiming;
+        let (key, owner) = (request.key, request.owner);
+        let hold = |attempt| Hold { key, owner, fingerprint, attempt };
+        if closed {
+            // The client left while the store was asked: nothing was forwarded, so nothing may stay claimed.
+            let may_be_claimed = match &answer {
+                Ok(ClaimReply::Claimed { attempt }) => Some(*attempt),
+                Err(StoreError::Unavailable) => Some(1),
+                Ok(
+                    ClaimReply::InFlight { .. }
+                    | ClaimReply::Abandoned { .. }
+                    | ClaimReply::Completed { .. }
+                    | ClaimReply::Failed { .. },
+                )
+                | Err(StoreError::Full | StoreError::Unreadable) => None,
+            };
+            if let Some(attempt) = may_be_claimed {
+                effects.push(Effect::Count(Counter::ReleasedNotSent));
+                effects.push(Effect::Outbox { hold: hold(attempt), write: Write::Release, rule: request.rule });
+            }
+            return State::Done;
+        }
+        let (outcome, problem, counter) = match answer {
+            Ok(ClaimReply::Claimed { attempt }) => {
+                return forward(request, hold(attempt), true, now, effects);
+            }
+            Err(StoreError::Unavailable) if self.worker.config.on_store_error == OnStoreError::Allow => {
+                effects.push(Effect::Count(Counter::StoreErrors));
+                effects.push(Effect::Count(Counter::Unprotected));
+                return forward(request, hold(1), false, now, effects);
+            }
+            Ok(
+                ClaimReply::InFlight { fingerprint: found, .. }
+                | ClaimReply::Abandoned { fingerprint: found }
+                | ClaimReply::Completed { fingerprint: found, .. }
+                | ClaimReply::Failed { fingerprint: found, .. },
+            ) if found != fingerprint => ("mismatch", Problem::Mismatch, Counter::Mismatches),
+            Ok(ClaimReply::InFlight { elapsed, remaining, .. }) => {
+                let usual = self.worker.usual_time(&request.rule);
+                let retry_after = retry_after_seconds(usual, elapsed, remaining);
+                ("in_flight", Problem::InFlight { retry_after }, Counter::Conflicts)
+            }
+            Ok(ClaimReply::Abandoned { .. }) => ("abandoned", Problem::Abandoned, Counter::FailedReplies),
+            Ok(ClaimReply::Failed { reason, .. }) => {
+                ("failed", Problem::Failed { reason }, Counter::FailedReplies)
+            }
+            Ok(ClaimReply::Completed { response, .. }) => {
+                return self.answer_completed(&request, response, effects);
+            }
+            Err(StoreError::Full) => ("store_full", Problem::StoreFull, Counter::StoreFull),
+            Err(StoreError::Unreadable) => {
+                effects.push(Effect::Warn(Warning::UnreadableRecord));
+                ("store_unreadable", Problem::StoreUnavailable, Counter::StoreErrors)
+            }
+            Err(StoreError::Unavailable) => {
+                let write = Write::Release;
+                effects.push(Effect::Outbox { hold: hold(1), write, rule: request.rule.clone() });
+                ("store_unavailable", Problem::StoreUnavailable, Counter::StoreErrors)
+            }
+        };
+        effects.push(Effect::Count(counter));
+        effects.push(Effect::Publish(line(outcome, &request.rule, 0, &request.key)));
+        self.reply_with(problem, effects)
+    }
+
+    fn answer_completed(&self, request: &Request, encoded: Vec<u8>, effects: &mut Vec<Effect>) -> State {
+        let Ok(stored) = StoredResponse::decode(&encoded) else {
+            effects.push(Effect::Warn(Warning::UnreadableRecord));
+            effects.push(Effect::Count(Counter::StoreErrors));
+            effects.push(Effect::Publish(line("store_unreadable", &request.rule, 0, &request.key)));
+            return self.reply_with(Problem::StoreUnavailable, effects);
+        };
+        let Some(body) = stored.body else {
+            let headers = stored.headers.iter().map(|(name, value)| (name.to_vec(), value.to_vec())).collect();
+            let problem = Problem::ResponseNotKept { status: stored.status, headers };
+            effects.push(Effect::Count(Counter::NotKeptReplies));
+            effects.push(Effect::Publish(line("response_not_kept", &request.rule, 0, &request.key)));
+            return self.reply_with(problem, effects);
+        };
+        let body_at = encoded.len().saturating_sub(body.len());
+        let mut reply = replay(&stored, body_at, &request.rule, request.origin.as_deref());
+        reply.content = encoded;
+        effects.push(Effect::Count(Counter::Replayed));
+        effects.push(Effect::Publish(line("replayed", &request.rule, 0, &request.key)));
+        self.send(reply, effects)
+    }
+
+    fn on_ticked(&self, state: State, now: Timestamp, effects: &mut Vec<Effect>) -> State {
+        match state {
+            State::Reading(reading) => {
+                if now.since(reading.progress_at) < reading.request.rule.body_timeout {
+                    return State::Reading(reading);
+                }
+                if !self.worker.has_seen_body() {
+                    effects.push(Effect::Count(Counter::StopIterationMissing));
+                    effects.push(Effect::Warn(Warning::StopIterationMissing));
+                }
+                let rule = reading.request.rule;
+                self.refuse(Problem::BodyTimeout, Counter::RejectedBodyTimeout, Some(&rule), effects)
+            }
+            State::Forwarded(mut forwarded) => {
+                forwarded.held.renew_if_due(now, effects);
+                State::Forwarded(forwarded)
+            }
+            State::Responding(responding) => self.on_responding_ticked(responding, now, effects),
+            State::Idle
+            | State::Bypassed
+            | State::Claiming(_)
+            | State::Saving(_)
+            | State::Replying(_)
+            | State::Done => state,
+        }
+    }
+
+    fn on_stream_closed(
+        &self,
+        state: State,
+        facts: &ClosingFacts<'_>,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        match state {
+            State::Claiming(mut claiming) => {
+                claiming.closed = true;
+                State::Claiming(claiming)
+            }
+            State::Forwarded(forwarded) => {
+                let Forwarded { held, request_origin, started, protected } = *forwarded;
+                let reason = closed_reason(facts, false);
+                if reason == Reason::Redirected {
+                    effects.push(Effect::HandOver(Handover { held, request_origin, started, protected }));
+                    return State::Done;
+                }
+                self.end(held, Outcome::Failed(reason), None, false, effects)
+            }
+            State::Responding(responding) => self.on_responding_closed(*responding, facts, now, effects),
+            State::Saving(mut saving) => {
+                saving.holds_response = false;
+                State::Saving(saving)
+            }
+            State::Idle | State::Bypassed | State::Reading(_) | State::Replying(_) | State::Done => State::Done,
+        }
+    }
+}
+
+impl Held {
+    /// Asks for a renewal when a third of the lease is gone.
+    fn renew_if_due(&mut self, now: Timestamp, effects: &mut Vec<Effect>) {
+        if self.renewing || self.lost || now < self.renew_at {
+            return;
+        }
+        self.renewing = true;
+        self.renew_at = now.after(self.rule.lock_ttl / 3);
+        let write = Write::Renew { lock_ttl: self.rule.lock_ttl, record_ttl: self.rule.record_ttl };
+        effects.push(Effect::Store(StoreOp::Renew(self.hold, write)));
+    }
+
+    fn on_renewed(&mut self, answer: &Result<WriteReply, StoreError>, effects: &mut Vec<Effect>) {
+        self.renewing = false;
+        match answer {
+            Ok(WriteReply::Applied | WriteReply::AppliedAsTombstone) => {}
+            Ok(WriteReply::Stale) => {
+                self.lost = true;
+                effects.push(Effect::Count(Counter::StaleWrites));
+                effects.push(Effect::Warn(Warning::LeaseLost));
+            }
+            Err(_) => effects.push(Effect::Count(Counter::StoreErrors)),
+        }
+    }
+}
+
+fn claim(request: Request, fingerprint: Fingerprint, effects: &mut Vec<Effect>) -> State {
+    let rule = &request.rule;
+    let terms = ClaimTerms {
+        owner: request.owner,
+        fingerprint,
+        lock_ttl: rule.lock_ttl,
+        record_ttl: rule.record_ttl,
+        on_abandoned: rule.on_abandoned,
+    };
+    effects.push(Effect::Store(StoreOp::Claim(Claim { key: request.key, terms })));
+    State::Claiming(Box::new(Claiming { request, fingerprint, closed: false }))
+}
+
+fn forward(request: Request, hold: Hold, protected: bool, now: Timestamp, effects: &mut Vec<Effect>) -> State {
+    // A changed request header makes Envoy pick the route anew, so nothing is touched without need.
+    if request.has_attempt_header {
+        effects.push(Effect::RemoveRequestHeader(ATTEMPT_HEADER));
+    }
+    if request.has_protection_header {
+        effects.push(Effect::RemoveRequestHeader(PROTECTION_HEADER));
+    }
+    if hold.attempt > 1 {
+        effects.push(Effect::Count(Counter::Takeovers));
+        effects.push(Effect::SetRequestHeader(ATTEMPT_HEADER, hold.attempt.to_string()));
+    }
+    if !protected {
+        effects.push(Effect::SetRequestHeader(PROTECTION_HEADER, "none".to_owned()));
+    }
+    effects.push(Effect::Count(Counter::Executed));
+    effects.push(Effect::ClaimHeld);
+    effects.push(Effect::OfferHandover(hold.owner));
+    let outcome = if protected { "executing" } else { "unprotected" };
+    effects.push(Effect::Publish(line(outcome, &request.rule, hold.attempt, &hold.key)));
+    let renew_at = now.after(request.rule.lock_ttl / 3);
+    State::Forwarded(Box::new(Forwarded {
+        held: Held { hold, rule: request.rule, renew_at, renewing: false, lost: false },
+        request_origin: request.origin,
+        started: now,
+        protected,
+    }))
+}
+
+fn unexpected(state: State, effects: &mut Vec<Effect>) -> State {
+    effects.push(Effect::Count(Counter::UnexpectedEvents));
+    state
+}
+
+/// The access log's line: outcome, rule, attempt, the first 8 hex digits of the store key.
+fn line(outcome: &str, rule: &Rule, attempt: u32, key: &StoreKey) -> String {
+    format!("{outcome} rule={} attempt={attempt} key={}", rule.name, key.short_hex().as_str())
+}
+
+fn parse_length(value: &[u8]) -> Option<u64> {
+    std::str::from_utf8(value).ok()?.trim().parse().ok()
+}
+
+/// Carries effects out.
+pub trait Io {
+    /// Carries out any effect but [`Effect::Store`].
+    fn apply(&mut self, effect: Effect);
+
+    /// Asks the store. `None` when the answer comes later.
+    fn ask(&mut self, op: StoreOp) -> Option<StoreAnswer>;
+}
+
+/// How many answers one event may lead to in a row: a claim, or a renewal and the end that waited for it.
+const MAX_ANSWERS: usize = 4;
+
+/// Feeds an event and every answer that comes at once, applies all effects in order, and says what is held.
+pub fn drive(exchange: &mut Exchange, event: Event<'_>, now: Timestamp, io: &mut dyn Io) -> Gate {
+    let mut step = exchange.handle(event, now);
+    for _ in 0..MAX_ANSWERS {
+        let mut answer = None;
+        for effect in step.effects {
+            match effect {
+                Effect::Store(op) => answer = io.ask(op).or(answer),
+                other => io.apply(other),
+            }
+        }
+        let Some(answer) = answer else { return exchange.gate() };
+        step = exchange.handle(Event::StoreAnswered(answer), now);
+    }
+    for effect in step.effects {
+        io.apply(effect);
+    }
+    exchange.gate()
+}

@@ -1,0 +1,411 @@
+//! The response side of an exchange: who made the response, what of it is kept, and how the claim ends.
+
+use std::rc::Rc;
+
+use super::{Effect, Exchange, Forwarded, Held, State, StoreOp, Worker, line, unexpected};
+use crate::clock::Timestamp;
+use crate::config::{Commit, Rule, StatusMeaning};
+use crate::headers::HeaderBlock;
+use crate::metrics::Counter;
+use crate::outcome::{
+    ClaimEnd, ClosingFacts, Outcome, ResponseFacts, ResponseSource, TELLTALE_BYTES, claim_end, closed_reason,
+    may_be_intermediary, response_source, upstream_outcome,
+};
+use crate::record::Reason;
+use crate::record::codec::ResponseEncoder;
+use crate::reply::ContentType;
+use crate::reply::problem::REFUSAL_HEADER;
+use crate::reply::replay::{PROTECTION_HEADER, has_cors, is_kept_by_tombstones, kept_headers, tombstone_headers};
+use crate::store::{Hold, StoreError, Write, WriteReply};
+
+/// How long the last frame waits for the end that must follow it.
+const LAST_FRAME_HELD: std::time::Duration = std::time::Duration::from_secs(1);
+
+#[derive(Debug)]
+pub(super) struct Responding {
+    pub(super) held: Held,
+    started: Timestamp,
+    status: u16,
+    refusal: Option<Vec<u8>>,
+    /// Nothing of the body was seen yet, and its head may be an Envoy's behind this one.
+    head_undecided: bool,
+    capture: Capture,
+    announced: Option<u64>,
+    received: u64,
+    holding_since: Option<Timestamp>,
+}
+
+#[derive(Debug)]
+enum Capture {
+    /// Kept as it arrives.
+    Keeping { encoder: ResponseEncoder, reservation: Reservation },
+    /// A tombstone's encoding.
+    Tombstone(Vec<u8>),
+    /// Only the beginning, to tell who answered.
+    Telltale(Vec<u8>),
+}
+
+/// Bytes of the worker's capture budget; given back when dropped.
+#[derive(Debug)]
+struct Reservation {
+    worker: Rc<Worker>,
+    bytes: u64,
+}
+
+impl Reservation {
+    fn grow(&mut self, bytes: u64) -> bool {
+        let granted = self.worker.reserve_capture(bytes);
+        if granted {
+            self.bytes = self.bytes.saturating_add(bytes);
+        }
+        granted
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.worker.release_capture(self.bytes);
+    }
+}
+
+/// The write that ends the claim is out, or waits for a renewal's answer.
+#[derive(Debug)]
+pub(super) struct Saving {
+    hold: Hold,
+    rule: Rc<Rule>,
+    write: Write,
+    waits_for_renewal: bool,
+    pub(super) holds_response: bool,
+}
+
+impl Responding {
+    pub(super) const fn holding(&self) -> bool {
+        self.holding_since.is_some()
+    }
+
+    pub(super) fn wants_bytes(&self) -> bool {
+        match &self.capture {
+            Capture::Keeping { .. } => true,
+            Capture::Tombstone(_) => false,
+            Capture::Telltale(bytes) => bytes.len() < TELLTALE_BYTES,
+        }
+    }
+
+    fn telltale(&self) -> &[u8] {
+        match &self.capture {
+            Capture::Keeping { encoder, .. } => encoder.body(),
+            Capture::Tombstone(_) => &[],
+            Capture::Telltale(bytes) => bytes,
+        }
+    }
+}
+
+impl Exchange {
+    pub(super) fn on_response_head(
+        &self,
+        state: State,
+        facts: &ResponseFacts<'_>,
+        headers: Option<&HeaderBlock>,
+        end: bool,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        match state {
+            State::Forwarded(forwarded) => self.on_forwarded_head(*forwarded, facts, headers, end, now, effects),
+            State::Replying(content_type) => {
+                match content_type {
+                    ContentType::Kept => {}
+                    ContentType::Absent => effects.push(Effect::RemoveResponseHeader("content-type")),
+                    ContentType::Exactly(value) => {
+                        effects.push(Effect::SetResponseHeader("content-type", value));
+                    }
+                }
+                State::Replying(ContentType::Kept)
+            }
+            // Another filter's or Envoy's own reply before anything was claimed.
+            State::Reading(_) => State::Done,
+            State::Claiming(mut claiming) => {
+                claiming.closed = true;
+                State::Claiming(claiming)
+            }
+            State::Responding(_) | State::Saving(_) => unexpected(state, effects),
+            State::Idle | State::Bypassed | State::Done => state,
+        }
+    }
+
+    fn on_forwarded_head(
+        &self,
+        forwarded: Forwarded,
+        facts: &ResponseFacts<'_>,
+        headers: Option<&HeaderBlock>,
+        end: bool,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        let Forwarded { held, request_origin, started, protected } = forwarded;
+        if !protected {
+            effects.push(Effect::SetResponseHeader(PROTECTION_HEADER, b"none".to_vec()));
+        }
+        match response_source(facts, held.rule.trust_route_retries) {
+            ResponseSource::Upstream => {}
+            ResponseSource::NotSent => return self.end(held, Outcome::NotSent, None, true, effects),
+            ResponseSource::Failed(reason) => {
+                return self.end(held, Outcome::Failed(reason), None, true, effects);
+            }
+        }
+        let first = |name| headers.and_then(|headers| headers.first(name));
+        let announced = first("content-length")
+            .and_then(|value| std::str::from_utf8(value).ok())
+            .and_then(|value| value.trim().parse().ok());
+        let capture = self.start_capture(&held.rule, facts.status, headers, announced, request_origin.as_deref());
+        let responding = Responding {
+            held,
+            started,
+            status: facts.status,
+            refusal: first(REFUSAL_HEADER).map(<[u8]>::to_vec),
+            head_undecided: !end
+                && announced != Some(0)
+                && may_be_intermediary(first("server"), first("content-type")),
+            capture,
+            announced,
+            received: 0,
+            holding_since: None,
+        };
+        if end { self.finish(responding, now, effects) } else { State::Responding(Box::new(responding)) }
+    }
+
+    fn start_capture(
+        &self,
+        rule: &Rule,
+        status: u16,
+        headers: Option<&HeaderBlock>,
+        announced: Option<u64>,
+        request_origin: Option<&[u8]>,
+    ) -> Capture {
+        if rule.statuses.meaning(status) != StatusMeaning::Replay {
+            return Capture::Telltale(Vec::new());
+        }
+        let Some(headers) = headers else {
+            return Capture::Tombstone(ResponseEncoder::tombstone(status, []).unwrap_or_default());
+        };
+        let streamed = headers.first("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
+        if streamed || announced.is_some_and(|length| length > rule.max_response_body_bytes) {
+            return tombstone(status, headers);
+        }
+        let origin = request_origin.filter(|_| has_cors(headers));
+        let Some(encoder) = ResponseEncoder::begin(status, kept_headers(headers, rule), origin) else {
+            return tombstone(status, headers);
+        };
+        let mut reservation = Reservation { worker: Rc::clone(&self.worker), bytes: 0 };
+        if !reservation.grow(encoder.held_bytes() as u64) {
+            return tombstone(status, headers);
+        }
+        Capture::Keeping { encoder, reservation }
+    }
+
+    pub(super) fn on_response_body(
+        &self,
+        state: State,
+        chunk: &[u8],
+        skipped: usize,
+        end: bool,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        let State::Responding(mut responding) = state else { return state };
+        let arrived = chunk.len().saturating_add(skipped) as u64;
+        responding.received = responding.received.saturating_add(arrived);
+        let limit = responding.held.rule.max_response_body_bytes;
+        let too_large = responding.received > limit;
+        if !chunk.is_empty() {
+            responding.head_undecided = false;
+        }
+        match &mut responding.capture {
+            Capture::Keeping { encoder, reservation } => {
+                if too_large || skipped > 0 || !reservation.grow(chunk.len() as u64) {
+                    responding.capture = tombstone_of(encoder);
+                } else {
+                    encoder.push(chunk);
+                }
+            }
+            Capture::Tombstone(_) => {}
+            Capture::Telltale(bytes) => {
+                let room = TELLTALE_BYTES.saturating_sub(bytes.len());
+                bytes.extend(chunk.iter().take(room));
+            }
+        }
+        if end {
+            return self.finish(*responding, now, effects);
+        }
+        // The client could see the whole response with this frame: it waits for the end, which says whether
+        // trailers follow.
+        if responding.announced == Some(responding.received)
+            && responding.held.rule.commit == Commit::BeforeResponseEnd
+        {
+            responding.holding_since = Some(responding.holding_since.unwrap_or(now));
+        }
+        State::Responding(responding)
+    }
+
+    pub(super) fn on_response_trailers(&self, state: State, now: Timestamp, effects: &mut Vec<Effect>) -> State {
+        let State::Responding(mut responding) = state else { return state };
+        if let Capture::Keeping { encoder, .. } = &mut responding.capture {
+            responding.capture = tombstone_of(encoder);
+        }
+        self.finish(*responding, now, effects)
+    }
+
+    pub(super) fn on_responding_ticked(
+        &self,
+        mut responding: Box<Responding>,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        if responding.holding_since.is_some_and(|since| now.since(since) >= LAST_FRAME_HELD) {
+            return self.finish(*responding, now, effects);
+        }
+        responding.held.renew_if_due(now, effects);
+        State::Responding(responding)
+    }
+
+    pub(super) fn on_responding_closed(
+        &self,
+        responding: Responding,
+        facts: &ClosingFacts<'_>,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        let meaning = responding.held.rule.statuses.meaning(responding.status);
+        if responding.announced == Some(responding.received) && responding.received > 0 {
+            // Every byte was there: what happened after that does not change it.
+            return self.finish(responding, now, effects);
+        }
+        if responding.head_undecided {
+            let outcome = Outcome::Failed(Reason::Intermediary);
+            return self.end(responding.held, outcome, None, false, effects);
+        }
+        match meaning {
+            // The status froze the outcome.
+            StatusMeaning::Release | StatusMeaning::Failure => self.finish(responding, now, effects),
+            StatusMeaning::Replay => {
+                let outcome = match upstream_outcome(
+                    &responding.held.rule,
+                    responding.status,
+                    responding.refusal.as_deref(),
+                    &[],
+                ) {
+                    Outcome::Completed => Outcome::Failed(closed_reason(facts, true)),
+                    frozen @ (Outcome::NotProcessed | Outcome::NotSent | Outcome::Failed(_)) => frozen,
+                };
+                self.end(responding.held, outcome, None, false, effects)
+            }
+        }
+    }
+
+    /// The upstream's response ended: its outcome is frozen.
+    fn finish(&self, responding: Responding, now: Timestamp, effects: &mut Vec<Effect>) -> State {
+        self.worker.learn_time(&responding.held.rule, now.since(responding.started));
+        let outcome = upstream_outcome(
+            &responding.held.rule,
+            responding.status,
+            responding.refusal.as_deref(),
+            responding.telltale(),
+        );
+        let response = match responding.capture {
+            Capture::Keeping { encoder, .. } if responding.announced.is_none_or(|length| length == responding.received) => {
+                Some(encoder.finish())
+            }
+            // The length disagrees with what was delivered: what was captured may not be what was sent.
+            Capture::Keeping { encoder, .. } => match tombstone_of(&encoder) {
+                Capture::Tombstone(bytes) => Some(bytes),
+                Capture::Keeping { .. } | Capture::Telltale(_) => None,
+            },
+            Capture::Tombstone(bytes) => Some(bytes),
+            Capture::Telltale(_) => None,
+        };
+        self.end(responding.held, outcome, response, true, effects)
+    }
+
+    /// Ends the claim as the outcome and the rule say. `holdable`: there is a response whose end can wait for it.
+    pub(super) fn end(
+        &self,
+        held: Held,
+        outcome: Outcome,
+        response: Option<Vec<u8>>,
+        holdable: bool,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        let Held { hold, rule, renewing, .. } = held;
+        let (write, word) = match claim_end(&rule, outcome) {
+            ClaimEnd::Complete => {
+                let response = response.unwrap_or_default();
+                if is_tombstone(&response) {
+                    effects.push(Effect::Count(Counter::Tombstones));
+                }
+                let write = Write::Complete { response: Rc::from(response), record_ttl: rule.record_ttl };
+                (write, "executed".to_owned())
+            }
+            ClaimEnd::Fail(reason) => {
+                effects.push(Effect::Count(Counter::retained(reason)));
+                (Write::Fail { reason, failed_ttl: rule.failed_ttl }, format!("failed.{}", reason.as_str()))
+            }
+            ClaimEnd::Release(released) => {
+                let counter = Counter::released(released);
+                effects.push(Effect::Count(counter));
+                (Write::Release, counter.name().to_owned())
+            }
+        };
+        effects.push(Effect::Publish(line(&word, &rule, hold.attempt, &hold.key)));
+        if !renewing {
+            effects.push(Effect::Store(StoreOp::End(hold, write.clone())));
+        }
+        let holds_response = holdable && rule.commit == Commit::BeforeResponseEnd;
+        State::Saving(Box::new(Saving { hold, rule, write, waits_for_renewal: renewing, holds_response }))
+    }
+}
+
+impl Saving {
+    pub(super) fn on_renewed(
+        mut self: Box<Self>,
+        _answer: &Result<WriteReply, StoreError>,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        if !self.waits_for_renewal {
+            return unexpected(State::Saving(self), effects);
+        }
+        // Stale or lost, the end is fenced by its owner all the same, and says so itself.
+        self.waits_for_renewal = false;
+        effects.push(Effect::Store(StoreOp::End(self.hold, self.write.clone())));
+        State::Saving(self)
+    }
+
+    pub(super) fn on_answered(
+        self: Box<Self>,
+        answer: Result<WriteReply, StoreError>,
+        effects: &mut Vec<Effect>,
+    ) -> State {
+        match answer {
+            Ok(WriteReply::Applied) => {}
+            Ok(WriteReply::AppliedAsTombstone) => effects.push(Effect::Count(Counter::Tombstones)),
+            Ok(WriteReply::Stale) => effects.push(Effect::Count(Counter::StaleWrites)),
+            Err(_) => {
+                effects.push(Effect::Count(Counter::StoreErrors));
+                effects.push(Effect::Outbox { hold: self.hold, write: self.write, rule: self.rule });
+            }
+        }
+        effects.push(Effect::ClaimEnded);
+        State::Done
+    }
+}
+
+fn tombstone(status: u16, headers: &HeaderBlock) -> Capture {
+    Capture::Tombstone(ResponseEncoder::tombstone(status, tombstone_headers(headers)).unwrap_or_default())
+}
+
+fn tombstone_of(encoder: &ResponseEncoder) -> Capture {
+    Capture::Tombstone(encoder.to_tombstone(is_kept_by_tombstones))
+}
+
+fn is_tombstone(encoded: &[u8]) -> bool {
+    crate::record::codec::StoredResponse::decode(encoded).is_ok_and(|stored| stored.body.is_none())
+}

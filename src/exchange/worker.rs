@@ -1,0 +1,79 @@
+//! What the exchanges of one worker share: the configuration, byte budgets, and what they learned about time.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use crate::config::{Config, Rule};
+
+/// Shared by every exchange of a worker. It lives in one thread, so cells do.
+#[derive(Debug)]
+pub struct Worker {
+    /// The plugin configuration.
+    pub config: Config,
+    captured: Cell<u64>,
+    saw_body: Cell<bool>,
+    usual_millis: Vec<Cell<u64>>,
+}
+
+const FIRST_USUAL_MILLIS: u64 = 1000;
+
+impl Worker {
+    /// A worker that has seen nothing yet.
+    #[must_use]
+    pub fn new(config: Config) -> Self {
+        let usual_millis = config.rules.iter().map(|_| Cell::new(FIRST_USUAL_MILLIS)).collect();
+        Self { config, captured: Cell::new(0), saw_body: Cell::new(false), usual_millis }
+    }
+
+    /// Takes `bytes` of the capture budget.
+    #[must_use]
+    pub fn reserve_capture(&self, bytes: u64) -> bool {
+        let taken = self.captured.get().saturating_add(bytes);
+        if taken > self.config.limits.captured_bytes {
+            return false;
+        }
+        self.captured.set(taken);
+        true
+    }
+
+    /// Gives `bytes` of the capture budget back.
+    pub fn release_capture(&self, bytes: u64) {
+        self.captured.set(self.captured.get().saturating_sub(bytes));
+    }
+
+    /// Bytes of the capture budget in use.
+    #[must_use]
+    pub fn captured_bytes(&self) -> u64 {
+        self.captured.get()
+    }
+
+    /// A body callback came while its request was held: `allow_on_headers_stop_iteration` is set.
+    pub fn note_body_seen(&self) {
+        self.saw_body.set(true);
+    }
+
+    /// Whether a body callback ever came while its request was held.
+    #[must_use]
+    pub fn has_seen_body(&self) -> bool {
+        self.saw_body.get()
+    }
+
+    /// How long an execution under `rule` usually takes.
+    #[must_use]
+    pub fn usual_time(&self, rule: &Rule) -> Duration {
+        Duration::from_millis(self.usual_cell(rule).map_or(FIRST_USUAL_MILLIS, Cell::get))
+    }
+
+    /// Learns from an execution that took `elapsed`: a smoothed mean of weight 1/8.
+    pub fn learn_time(&self, rule: &Rule, elapsed: Duration) {
+        if let Some(cell) = self.usual_cell(rule) {
+            let sample = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX / 8);
+            cell.set(cell.get().saturating_mul(7).saturating_add(sample) / 8);
+        }
+    }
+
+    fn usual_cell(&self, rule: &Rule) -> Option<&Cell<u64>> {
+        let index = self.config.rules.iter().position(|candidate| std::ptr::eq(&**candidate, rule))?;
+        self.usual_millis.get(index)
+    }
+}

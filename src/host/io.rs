@@ -1,0 +1,146 @@
+//! Carries an exchange's effects out on Envoy.
+
+use super::hostcalls::{self, Map};
+use super::root::Shared;
+use crate::clock::Timestamp;
+use crate::exchange::{Effect, Io, StoreAnswer, StoreOp};
+use crate::metrics::{Counter, Gauge, Histogram};
+use crate::store::Store;
+
+/// On whose behalf host calls are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Acting {
+    /// The stream whose callback runs.
+    Self_,
+    /// This stream, from the root's callback.
+    For(u32),
+}
+
+/// The effects of one event.
+pub struct HostIo<'a> {
+    shared: &'a Shared,
+    acting: Acting,
+    now: Timestamp,
+    in_place: bool,
+    /// The stream was answered.
+    pub replied: bool,
+}
+
+const FILTER_STATE: &str = "idempotency";
+
+impl<'a> HostIo<'a> {
+    /// For one event.
+    pub const fn new(shared: &'a Shared, acting: Acting, now: Timestamp) -> Self {
+        Self { shared, acting, now, in_place: false, replied: false }
+    }
+
+    /// Makes host calls act on the stream. Needed before each that does; costs a host call only the first time.
+    pub fn enter(&mut self) {
+        if let Acting::For(id) = self.acting
+            && !self.in_place
+        {
+            self.note(hostcalls::set_effective_context(id));
+            self.in_place = true;
+        }
+    }
+
+    /// Host calls act on the root again.
+    pub fn leave(&mut self) {
+        if self.in_place {
+            self.note(hostcalls::set_effective_context(self.shared.root_id));
+            self.in_place = false;
+        }
+    }
+
+    fn note(&self, result: Result<(), hostcalls::HostError>) {
+        if result.is_err() {
+            self.shared.metrics.count(Counter::HostErrors);
+        }
+    }
+
+    fn timed<T>(&self, operation: impl FnOnce() -> T) -> T {
+        let started = hostcalls::monotonic_nanos();
+        let result = operation();
+        let nanos = hostcalls::monotonic_nanos().saturating_sub(started);
+        self.shared.metrics.record(Histogram::StoreMillis, nanos / 1_000_000);
+        result
+    }
+}
+
+impl Io for HostIo<'_> {
+    fn apply(&mut self, effect: Effect) {
+        match effect {
+            // `drive` gives these to `ask`.
+            Effect::Store(_) => {}
+            Effect::Outbox { hold, write, rule } => {
+                if let Ok(mut outbox) = self.shared.outbox.try_borrow_mut() {
+                    let before = outbox.len();
+                    outbox.push(hold, write, &rule, self.now, &mut |counter| self.shared.metrics.count(counter));
+                    let added = i64::try_from(outbox.len().saturating_sub(before)).unwrap_or(0);
+                    self.shared.metrics.shift(Gauge::Outbox, added);
+                }
+                self.shared.wake();
+            }
+            Effect::Reply(reply) => {
+                if self.replied {
+                    return;
+                }
+                self.enter();
+                self.replied = true;
+                let status = u32::from(reply.status);
+                let sent =
+                    hostcalls::send_local_response(status, reply.code_details, &reply.headers, reply.body());
+                self.note(sent);
+            }
+            Effect::RemoveRequestHeader(name) => {
+                self.enter();
+                self.note(hostcalls::remove_header(Map::Request, name));
+            }
+            Effect::SetRequestHeader(name, value) => {
+                self.enter();
+                self.note(hostcalls::set_header(Map::Request, name, value.as_bytes()));
+            }
+            Effect::SetResponseHeader(name, value) => {
+                self.enter();
+                self.note(hostcalls::set_header(Map::Response, name, &value));
+            }
+            Effect::RemoveResponseHeader(name) => {
+                self.enter();
+                self.note(hostcalls::remove_header(Map::Response, name));
+            }
+            Effect::Count(counter) => self.shared.metrics.count(counter),
+            Effect::ClaimHeld => self.shared.metrics.shift(Gauge::InFlight, 1),
+            Effect::ClaimEnded => self.shared.metrics.shift(Gauge::InFlight, -1),
+            Effect::Publish(line) => {
+                self.enter();
+                self.note(hostcalls::set_filter_state(FILTER_STATE, line.as_bytes()));
+            }
+            Effect::OfferHandover(owner) => {
+                self.enter();
+                self.note(hostcalls::set_filter_state(&self.shared.handover_state, owner.bytes()));
+            }
+            Effect::HandOver(handover) => self.shared.hand_over(handover),
+            Effect::Warn(warning) => log::warn!("{}", warning.as_str()),
+        }
+    }
+
+    fn ask(&mut self, op: StoreOp) -> Option<StoreAnswer> {
+        let Ok(mut store) = self.shared.store.try_borrow_mut() else {
+            let unavailable = crate::store::StoreError::Unavailable;
+            return Some(match op {
+                StoreOp::Claim(_) => StoreAnswer::Claim(Err(unavailable)),
+                StoreOp::Renew(..) => StoreAnswer::Renew(Err(unavailable)),
+                StoreOp::End(..) => StoreAnswer::End(Err(unavailable)),
+            });
+        };
+        let answer = self.timed(|| match op {
+            StoreOp::Claim(claim) => StoreAnswer::Claim(store.claim(&claim, self.now)),
+            StoreOp::Renew(hold, write) => StoreAnswer::Renew(store.write(&hold, &write, self.now)),
+            StoreOp::End(hold, write) => StoreAnswer::End(store.write(&hold, &write, self.now)),
+        });
+        let events = store.take_events();
+        self.shared.metrics.count_many(Counter::Evictions, events.evictions);
+        self.shared.metrics.count_many(Counter::Tombstones, events.evicted_bodies);
+        Some(answer)
+    }
+}

@@ -1,0 +1,129 @@
+//! Which header lines of a response are kept, and how a kept response is sent again.
+
+use super::{ContentType, LocalReply};
+use crate::config::Rule;
+use crate::headers::{HeaderBlock, serialize_pairs};
+use crate::record::codec::StoredResponse;
+
+/// Marks requests and responses that went through without protection.
+pub const PROTECTION_HEADER: &str = "idempotency-protection";
+
+/// Dropped by whole name: hop-by-hop (RFC 9110 section 7.6.1), framing, what belongs to one exchange, and what
+/// must not reach another one.
+const DROPPED: [&[u8]; 19] = [
+    b"connection",
+    b"keep-alive",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+    b"content-length",
+    b"date",
+    b"server",
+    b"age",
+    b"x-request-id",
+    b"traceparent",
+    b"tracestate",
+    b"set-cookie",
+    b"www-authenticate",
+    b"alt-svc",
+    b"retry-after",
+    b"server-timing",
+    b"idempotency-protection",
+];
+
+const DROPPED_PREFIXES: [&[u8]; 3] = [b"x-envoy-", b"proxy-", b"ratelimit"];
+
+/// Lines that a tombstone keeps: how the client finds what was made.
+const TOMBSTONE_KEPT: [&[u8]; 2] = [b"location", b"etag"];
+
+const CORS_PREFIX: &[u8] = b"access-control-";
+
+/// The lines of `headers` that are kept under `rule`, in order, with repeats.
+pub fn kept_headers<'a>(
+    headers: &'a HeaderBlock,
+    rule: &'a Rule,
+) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
+    headers.iter().filter(move |(name, _)| is_kept(name, headers, rule))
+}
+
+/// The lines of `headers` that a tombstone keeps.
+pub fn tombstone_headers(headers: &HeaderBlock) -> impl Iterator<Item = (&[u8], &[u8])> {
+    headers.iter().filter(|(name, _)| is_kept_by_tombstones(name))
+}
+
+/// Whether a tombstone keeps a line of this name.
+#[must_use]
+pub fn is_kept_by_tombstones(name: &[u8]) -> bool {
+    TOMBSTONE_KEPT.contains(&name)
+}
+
+/// Whether any kept line depends on the request's `Origin`.
+#[must_use]
+pub fn has_cors(headers: &HeaderBlock) -> bool {
+    headers.iter().any(|(name, _)| name.starts_with(CORS_PREFIX))
+}
+
+fn is_kept(name: &[u8], headers: &HeaderBlock, rule: &Rule) -> bool {
+    if name.starts_with(b":") {
+        return false;
+    }
+    let listed = |list: &[String]| list.iter().any(|entry| entry.as_bytes() == name);
+    if listed(&rule.keep_response_headers) {
+        return true;
+    }
+    if listed(&rule.drop_response_headers)
+        || DROPPED.contains(&name)
+        || DROPPED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+        || name.eq_ignore_ascii_case(rule.replay_header.as_bytes())
+    {
+        return false;
+    }
+    !named_by_connection(name, headers)
+}
+
+/// `Connection` names further hop-by-hop fields (RFC 9110 section 7.6.1).
+fn named_by_connection(name: &[u8], headers: &HeaderBlock) -> bool {
+    headers
+        .lines("connection")
+        .flat_map(|line| line.split(|byte| *byte == b','))
+        .any(|option| option.trim_ascii().eq_ignore_ascii_case(name))
+}
+
+/// The reply that sends a kept response again. `stored` is `encoded`, decoded, and not a tombstone.
+#[must_use]
+pub fn replay(
+    stored: &StoredResponse<'_>,
+    body_at: usize,
+    rule: &Rule,
+    request_origin: Option<&[u8]>,
+) -> LocalReply {
+    let same_origin = stored.origin.is_some() && stored.origin == request_origin;
+    let mut content_type = None;
+    let mut pairs: Vec<(&[u8], &[u8])> = Vec::with_capacity(stored.headers.len().saturating_add(2));
+    for (name, value) in &stored.headers {
+        if *name == b"cache-control" || (name.starts_with(CORS_PREFIX) && !same_origin) {
+            continue;
+        }
+        if *name == b"content-type" {
+            content_type = Some(*value);
+        }
+        pairs.push((name, value));
+    }
+    pairs.push((b"cache-control", b"no-store"));
+    let marker = rule.replay_header.to_ascii_lowercase();
+    pairs.push((marker.as_bytes(), b"true"));
+    let empty = stored.body.is_none_or(<[u8]>::is_empty);
+    LocalReply {
+        status: stored.status,
+        headers: serialize_pairs(&pairs),
+        content: Vec::new(),
+        body_at,
+        code_details: "idempotency_replayed",
+        content_type: match (content_type, empty) {
+            (None, false) => ContentType::Absent,
+            (Some(value), true) => ContentType::Exactly(value.to_vec()),
+            (None, true) | (Some(_), false) => ContentType::Kept,
+        },
+    }
+}

@@ -1,0 +1,14 @@
+//! End-to-end tests: the compiled filter in a real Envoy, between real clients and recording upstreams.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::disallowed_methods,
+    missing_docs
+)]
+
+mod support;
+
+mod harness;
