@@ -11,4 +11,15 @@
 
 mod support;
 
+mod acceptance;
+mod bad_input;
+mod chain;
+mod contract;
+mod fidelity;
+mod flood;
 mod harness;
+mod lifecycle;
+mod outcomes;
+mod requests;
+mod smoke;
+mod stop_iteration;

@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::rc::Rc;
 
 use idempotency::store::shared_data::cas::{Cas, CasError, Seen, Slot};
@@ -37,6 +38,12 @@ struct Fault {
     steps: Cell<usize>,
     lost: RefCell<BTreeSet<usize>>,
     dies_at: Cell<Option<usize>>,
+}
+
+impl fmt::Debug for FakeCas {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FakeCas({} keys)", self.keys())
+    }
 }
 
 impl FakeCas {
