@@ -24,7 +24,12 @@ pub struct Call {
 
 impl Call {
     /// A call with a key.
-    pub const fn new(path: &'static str, key: &'static str, account: &'static str, body: &'static str) -> Self {
+    pub const fn new(
+        path: &'static str,
+        key: &'static str,
+        account: &'static str,
+        body: &'static str,
+    ) -> Self {
         Self { path, key: Some(key), account, body }
     }
 }
@@ -66,7 +71,8 @@ impl Client {
         let mut stream = TcpStream::connect_timeout(&self.address, PATIENCE)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         let host = self.address.to_string();
-        let mut headers = vec![("host", host.as_str()), ("content-type", "application/json"), ("connection", "close")];
+        let mut headers =
+            vec![("host", host.as_str()), ("content-type", "application/json"), ("connection", "close")];
         headers.push(("x-account-id", call.account));
         if let Some(key) = call.key {
             headers.push(("idempotency-key", key));
@@ -92,9 +98,11 @@ impl Client {
 }
 
 fn read_answer(stream: TcpStream) -> io::Result<Answer> {
-    let closed = || io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed without an answer");
+    let closed =
+        || io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed without an answer");
     let message = Message::read(&mut BufReader::new(stream))?.ok_or_else(closed)?;
     let status = message.first_line.split(' ').nth(1).and_then(|status| status.parse().ok());
-    let status = status.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no status in the status line"))?;
+    let status =
+        status.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no status in the status line"))?;
     Ok(Answer { status, message })
 }

@@ -118,7 +118,9 @@ impl Envoy {
 
     /// What the filter counted, without the counters that are zero.
     pub fn counters(&self) -> Vec<(String, u64)> {
-        let Ok(answer) = Client::new(self.admin_port).get("/stats?filter=^wasmcustom\\.idempotency\\.&usedonly") else {
+        let Ok(answer) =
+            Client::new(self.admin_port).get("/stats?filter=^wasmcustom\\.idempotency\\.&usedonly")
+        else {
             return Vec::new();
         };
         let text = String::from_utf8_lossy(&answer.message.body).into_owned();

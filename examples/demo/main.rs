@@ -104,7 +104,9 @@ fn introduce(page: &Page, envoy: &Envoy, service: &Service) {
     page.say(&format!("payments service  http://127.0.0.1:{}", service.port()));
     page.say(&format!("configuration     {}", envoy.configuration()));
     if envoy.moved() {
-        page.say("Some of the usual ports (10000, 8080, 9901) were taken or overridden: mind the ones above.");
+        page.say(
+            "Some of the usual ports (10000, 8080, 9901) were taken or overridden: mind the ones above.",
+        );
     }
 }
 

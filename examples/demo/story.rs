@@ -99,7 +99,8 @@ impl<'a> Story<'a> {
     }
 
     fn failure_that_undid_everything(&mut self) -> Fallible<()> {
-        self.page.chapter("An atomic handler fails, under a rule with on_failure: release: the retry runs again");
+        self.page
+            .chapter("An atomic handler fails, under a rule with on_failure: release: the retry runs again");
         let atomic = Call::new("/atomic/payments", "order-5", "alice", r#"{"amount":500}"#);
         self.play(&atomic, &Expected::Executed(500), 1)?;
         self.play(&atomic, &Expected::Executed(201), 2)?;
@@ -107,7 +108,8 @@ impl<'a> Story<'a> {
     }
 
     fn client_that_hangs_up(&mut self) -> Fallible<()> {
-        self.page.chapter("A client hangs up while the service works: nobody knows the outcome, so no second run");
+        self.page
+            .chapter("A client hangs up while the service works: nobody knows the outcome, so no second run");
         let slow = Call::new("/payments/slow?ms=10000", "order-6", "alice", r#"{"amount":600}"#);
         self.page.request(&slow, 1);
         let connection = self.client.send(&slow)?;
@@ -164,7 +166,8 @@ impl<'a> Story<'a> {
         let start = Arc::new(Barrier::new(DUPLICATES));
         let (sender, receiver) = mpsc::channel();
         for _ in 0..DUPLICATES {
-            let (start, sender, client, order) = (Arc::clone(&start), sender.clone(), *self.client, order.clone());
+            let (start, sender, client, order) =
+                (Arc::clone(&start), sender.clone(), *self.client, order.clone());
             std::thread::spawn(move || {
                 start.wait();
                 // The receiver is gone only where the story has failed already.
@@ -224,7 +227,10 @@ fn differences(answer: &Answer, expected: &Expected) -> Vec<String> {
         Expected::Refused(status, refusal, _) => (*status, false, Some(*refusal)),
     };
     demand(answer.status == status, format!("the status should be {status}"));
-    demand(answer.replayed() == replayed, format!("it should {}be a replay", if replayed { "" } else { "not " }));
+    demand(
+        answer.replayed() == replayed,
+        format!("it should {}be a replay", if replayed { "" } else { "not " }),
+    );
     demand(answer.refusal() == refusal, format!("the refusal should be {}", refusal.unwrap_or("none")));
     match expected {
         Expected::Executed(_) => {}

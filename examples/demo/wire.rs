@@ -27,7 +27,8 @@ impl Message {
             if line.is_empty() {
                 break;
             }
-            let (name, value) = line.split_once(':').ok_or_else(|| malformed("a header line without a colon"))?;
+            let (name, value) =
+                line.split_once(':').ok_or_else(|| malformed("a header line without a colon"))?;
             headers.push((name.to_ascii_lowercase(), value.trim().to_owned()));
         }
         let mut message = Message { first_line, headers, body: Vec::new() };

@@ -86,9 +86,9 @@ impl<C: Cas> SharedDataStore<C> {
                 Some(begun) => begun,
                 None => saving.insert(self.prepare(completion)),
             };
-            self.drop_expired(place.bucket, &mut loaded.bucket, *now);
+            self.drop_expired(place.bucket, &mut loaded, *now);
             let seat = self.seat(place, &mut loaded.bucket, &hold.owner)?;
-            let Some(kept) = self.keep(completion, begun, &loaded, found.as_ref(), &seat)? else { continue };
+            let Some(kept) = self.keep(completion, begun, &mut loaded, &seat)? else { continue };
             let record = completed(found.map(|entry| entry.record), completion, kept);
             if self.publish(place, loaded, &seat, record, begun.reserved)? {
                 let degraded = begun.degraded;
@@ -108,8 +108,7 @@ impl<C: Cas> SharedDataStore<C> {
         &mut self,
         completion: &Completion<'_>,
         saving: &mut Saving,
-        loaded: &Loaded,
-        found: Option<&Entry>,
+        loaded: &mut Loaded,
         seat: &Seat,
     ) -> Result<Option<Kept>, StoreError> {
         let bucket = completion.place.bucket;
@@ -117,9 +116,7 @@ impl<C: Cas> SharedDataStore<C> {
         let generation = loaded.bucket.next_version();
         let Some(draft) = &mut saving.draft else {
             // An earlier attempt may have left bytes there.
-            if let Some(entry) = found {
-                self.clear_slot(bucket, entry, generation);
-            }
+            loaded.leftovers.push(seat.slot);
             return Ok(Some(Kept::Status(status)));
         };
         if let Some((other, mark)) = saving.written.take_if(|(slot, _)| *slot != seat.slot) {

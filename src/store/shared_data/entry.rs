@@ -62,14 +62,6 @@ impl Entry {
         }
     }
 
-    /// Whether the slot may hold bytes under this entry's tag: a body, or one that a trapped VM never published.
-    pub(super) const fn may_hold_bytes(&self) -> bool {
-        match self.record.state {
-            RecordState::InFlight { .. } | RecordState::Completed { response: Kept::Body { .. } } => true,
-            RecordState::Completed { response: Kept::Status(_) } | RecordState::Failed { .. } => false,
-        }
-    }
-
     pub(super) fn encode(&self) -> [u8; ENTRY] {
         let record = &self.record;
         let (state, reason, status, length, word, checksum) = match record.state {

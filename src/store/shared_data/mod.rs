@@ -21,8 +21,9 @@
 //! owner, generation, length, checksum). If not, it looks at the bucket again, and if that still says the same,
 //! answers a tombstone with the entry's status.
 //!
-//! **What goes** (expired, released, evicted) empties its slot first and then its entry: a VM that dies in
-//! between leaves an entry without a body, never a body without an entry.
+//! **What goes.** A body that is dropped (expired, evicted) is emptied first, then its entry changes: a VM that dies
+//! in between leaves an entry without a body, never a body without an entry. Bytes that were never published are
+//! emptied after the bucket was swapped: from then on, nobody can publish them.
 //!
 //! **Bytes.** `max_bytes` bounds the sum of all values: buckets, ledgers and the geometry count as if full
 //! ([`Geometry::index_bytes`]), the rest is the bodies' budget, divided evenly over the groups. A body is reserved
@@ -195,17 +196,16 @@ impl<C: Cas> SharedDataStore<C> {
     fn change(&mut self, hold: &Hold, write: &Write, now: Timestamp) -> Result<WriteReply, StoreError> {
         let place = Place::of(&hold.key, &self.geometry);
         for _ in 0..TRIES {
-            let loaded = self.load_bucket(place.bucket)?;
+            let mut loaded = self.load_bucket(place.bucket)?;
             let found = find(&loaded.bucket, &place, now)?;
             match decide_write(found.as_ref().map(|entry| &entry.record), &hold.owner, write.kind(), now) {
                 WriteDecision::Apply => {}
                 WriteDecision::AlreadyApplied => return Ok(WriteReply::Applied),
                 WriteDecision::Stale => return Ok(WriteReply::Stale),
             }
-            let ends = !matches!(write, Write::Renew { .. });
-            if let Some(entry) = found.as_ref().filter(|_| ends) {
+            if let (Write::Fail { .. }, Some(entry)) = (write, &found) {
                 // An attempt to complete may have left bytes there.
-                self.clear_slot(place.bucket, entry, loaded.bucket.next_version());
+                loaded.leftovers.push(entry.slot);
             }
             let swapped = match changed(found.map(|entry| entry.record), hold, write, now) {
                 Some(record) => self.put(&place, loaded, record, now)?,

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::cas::{Cas, Seen, Slot};
 use super::entry::Kept;
 use super::ledger::{Ledger, Settlement};
-use super::table::{Loaded, clear_if, load, swap};
+use super::table::{Loaded, load, swap};
 use super::{SharedDataStore, TRIES};
 use crate::clock::Timestamp;
 use crate::config::WhenFull;
@@ -162,45 +162,27 @@ impl<C: Cas> SharedDataStore<C> {
     ) -> Result<Option<(Settlement, u64)>, StoreError> {
         for _ in 0..SWEEP_TRIES {
             let mut loaded = self.load_bucket(index)?;
-            let unreserved = if reserved > 0 { self.find_leak(index, &loaded, now, reserved) } else { 0 };
+            let unreserved = if reserved > 0 && !anybody_runs(&loaded, now) { reserved } else { 0 };
+            if unreserved > 0 {
+                // Left by a VM that trapped, maybe with bytes that it never published.
+                loaded.leftovers.extend(0..self.geometry.ways());
+            }
             let records = loaded.bucket.len();
-            self.drop_expired(index, &mut loaded.bucket, now);
+            self.drop_expired(index, &mut loaded, now);
             let evicted = self.evict_bodies(index, &mut loaded, wanted);
             let used = loaded.bucket.body_bytes();
             let freed = loaded.body_bytes.saturating_sub(used);
-            if evicted == 0 && loaded.bucket.len() == records {
+            if evicted == 0 && unreserved == 0 && loaded.bucket.len() == records {
                 let used = Some((used, loaded.bucket.version()));
                 return Ok(Some((Settlement { used, unreserved }, freed)));
             }
-            let used = Some((used, loaded.bucket.next_version()));
-            let name = self.names.bucket(index);
-            if swap(&self.cas, name, loaded.seen, loaded.bucket.seal(), &mut self.events)? {
+            if self.swap_unsettled(index, &mut loaded)? {
                 self.events.evicted_bodies = self.events.evicted_bodies.saturating_add(evicted);
+                let used = Some((used, loaded.bucket.next_version()));
                 return Ok(Some((Settlement { used, unreserved }, freed)));
             }
         }
         Ok(None)
-    }
-
-    /// What is reserved in a bucket where nobody's lease is alive was left by a VM that trapped: with it go the
-    /// bytes that it may have written and never published.
-    fn find_leak(&mut self, index: u32, loaded: &Loaded, now: Timestamp, reserved: u32) -> u32 {
-        let alive = loaded.bucket.entries().any(|(_, entry)| match entry.record.state {
-            RecordState::InFlight { lease_until } => now < lease_until,
-            RecordState::Completed { .. } | RecordState::Failed { .. } => false,
-        });
-        if alive {
-            return 0;
-        }
-        let next_version = loaded.bucket.next_version();
-        for slot in 0..self.geometry.ways() {
-            let mut entries = loaded.bucket.entries().filter(|(_, entry)| entry.slot == slot);
-            let published = entries.find_map(|(_, entry)| entry.body_mark());
-            clear_if(&self.cas, self.names.slot(index, slot), |found| {
-                Some(*found) != published && found.generation <= next_version
-            });
-        }
-        reserved
     }
 
     /// Makes tombstones of the bucket's oldest bodies until `wanted` bytes are free; says of how many.
@@ -211,7 +193,7 @@ impl<C: Cas> SharedDataStore<C> {
         while loaded.body_bytes.saturating_sub(loaded.bucket.body_bytes()) < wanted {
             let bodies = loaded.bucket.entries().filter(|(_, entry)| entry.body_mark().is_some());
             let Some((at, mut entry)) = bodies.min_by_key(|(_, entry)| entry.record.created) else { break };
-            self.clear_slot(index, &entry, loaded.bucket.next_version());
+            self.clear_body(index, &entry);
             if let RecordState::Completed { response } = &mut entry.record.state {
                 *response = Kept::Status(response.status());
             }
@@ -220,4 +202,12 @@ impl<C: Cas> SharedDataStore<C> {
         }
         evicted
     }
+}
+
+/// Whether a lease in the bucket is alive.
+fn anybody_runs(loaded: &Loaded, now: Timestamp) -> bool {
+    loaded.bucket.entries().any(|(_, entry)| match entry.record.state {
+        RecordState::InFlight { lease_until } => now < lease_until,
+        RecordState::Completed { .. } | RecordState::Failed { .. } => false,
+    })
 }

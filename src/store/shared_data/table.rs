@@ -35,6 +35,8 @@ pub(super) struct Loaded {
     pub(super) seen: Seen,
     /// What its slots held.
     pub(super) body_bytes: u64,
+    /// Slots that may hold bytes which were never published, to be emptied once the bucket is swapped.
+    pub(super) leftovers: Vec<u8>,
 }
 
 /// Where a record is seated.
@@ -55,7 +57,7 @@ impl<C: Cas> SharedDataStore<C> {
         record: Record<Kept>,
         now: Timestamp,
     ) -> Result<bool, StoreError> {
-        self.drop_expired(place.bucket, &mut loaded.bucket, now);
+        self.drop_expired(place.bucket, &mut loaded, now);
         let seat = self.seat(place, &mut loaded.bucket, &record.owner)?;
         self.publish(place, loaded, &seat, record, 0)
     }
@@ -67,8 +69,9 @@ impl<C: Cas> SharedDataStore<C> {
         mut loaded: Loaded,
         now: Timestamp,
     ) -> Result<bool, StoreError> {
-        self.drop_expired(place.bucket, &mut loaded.bucket, now);
-        if let Some((at, _)) = loaded.bucket.find(&place.tag) {
+        self.drop_expired(place.bucket, &mut loaded, now);
+        if let Some((at, entry)) = loaded.bucket.find(&place.tag) {
+            loaded.leftovers.push(entry.slot);
             loaded.bucket.remove(at);
         }
         self.swap_bucket(place.bucket, loaded, 0)
@@ -88,7 +91,7 @@ impl<C: Cas> SharedDataStore<C> {
         if bucket.len() >= usize::from(self.geometry.ways()) {
             let oldest = oldest_completed(bucket).filter(|_| self.when_full == WhenFull::EvictCompleted);
             let (at, entry) = oldest.ok_or(StoreError::Full)?;
-            self.clear_slot(place.bucket, &entry, bucket.next_version());
+            self.clear_body(place.bucket, &entry);
             bucket.remove(at);
             evicted = 1;
         }
@@ -117,27 +120,35 @@ impl<C: Cas> SharedDataStore<C> {
         Ok(swapped)
     }
 
-    /// Takes the bucket's expired records out, their slots first.
-    pub(super) fn drop_expired(&mut self, index: u32, bucket: &mut Bucket, now: Timestamp) {
-        let next_version = bucket.next_version();
+    /// Takes the bucket's expired records out, their bodies first.
+    pub(super) fn drop_expired(&mut self, index: u32, loaded: &mut Loaded, now: Timestamp) {
         let mut from = 0;
-        while let Some((at, entry)) = bucket.next_expired(from, now) {
-            self.clear_slot(index, &entry, next_version);
-            bucket.remove(at);
+        while let Some((at, entry)) = loaded.bucket.next_expired(from, now) {
+            match entry.record.state {
+                RecordState::InFlight { .. } => loaded.leftovers.push(entry.slot),
+                RecordState::Completed { .. } | RecordState::Failed { .. } => self.clear_body(index, &entry),
+            }
+            loaded.bucket.remove(at);
             from = at;
         }
     }
 
-    /// Empties an entry's slot, if what it holds is this record's.
-    ///
-    /// A body that is published, or may still be, under the same tag after the bucket has changed carries a
-    /// generation beyond the next version of the bucket at hand.
-    pub(super) fn clear_slot(&mut self, bucket: u32, entry: &Entry, next_version: u64) {
-        if entry.may_hold_bytes() {
-            clear_if(&self.cas, self.names.slot(bucket, entry.slot), |found| {
-                found.tag == entry.tag && found.generation <= next_version
-            });
+    /// Empties the slot of an entry that goes, or whose body does.
+    pub(super) fn clear_body(&mut self, bucket: u32, entry: &Entry) {
+        if let Some(mark) = entry.body_mark() {
+            clear_if(&self.cas, self.names.slot(bucket, entry.slot), |found| *found == mark);
         }
+    }
+
+    /// Empties a slot of what was written for this version of the bucket or an earlier one, and is not published.
+    ///
+    /// Once the bucket has this version, nobody can publish it any more.
+    fn clear_leftovers(&mut self, index: u32, slot: u8, bucket: &Bucket, version: u64) {
+        let mut entries = bucket.entries().filter(|(_, entry)| entry.slot == slot);
+        let published = entries.find_map(|(_, entry)| entry.body_mark());
+        clear_if(&self.cas, self.names.slot(index, slot), |found| {
+            found.generation <= version && Some(*found) != published
+        });
     }
 
     pub(super) fn read_response(
@@ -162,19 +173,31 @@ impl<C: Cas> SharedDataStore<C> {
             Slot::Present { bytes, .. } => Bucket::read(bytes, self.geometry.ways())?,
         };
         let body_bytes = bucket.body_bytes();
-        Ok(Loaded { bucket, seen, body_bytes })
+        Ok(Loaded { bucket, seen, body_bytes, leftovers: Vec::new() })
     }
 
     /// Swaps a bucket and settles what its slots hold; `false` if another's write came first.
     fn swap_bucket(&mut self, index: u32, mut loaded: Loaded, unreserved: u32) -> Result<bool, StoreError> {
+        if !self.swap_unsettled(index, &mut loaded)? {
+            return Ok(false);
+        }
+        let used = loaded.bucket.body_bytes();
+        if used != loaded.body_bytes || unreserved > 0 {
+            let used = Some((used, loaded.bucket.next_version()));
+            self.settle(index, Settlement { used, unreserved });
+        }
+        Ok(true)
+    }
+
+    /// Swaps a bucket and empties its leftovers; `false` if another's write came first.
+    pub(super) fn swap_unsettled(&mut self, index: u32, loaded: &mut Loaded) -> Result<bool, StoreError> {
         let version = loaded.bucket.next_version();
         let name = self.names.bucket(index);
         if !swap(&self.cas, name, loaded.seen, loaded.bucket.seal(), &mut self.events)? {
             return Ok(false);
         }
-        let used = loaded.bucket.body_bytes();
-        if used != loaded.body_bytes || unreserved > 0 {
-            self.settle(index, Settlement { used: Some((used, version)), unreserved });
+        for slot in std::mem::take(&mut loaded.leftovers) {
+            self.clear_leftovers(index, slot, &loaded.bucket, version);
         }
         Ok(true)
     }
