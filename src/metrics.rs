@@ -101,6 +101,8 @@ metrics! {
         OutboxQueued = "outbox_queued",
         /// Writes given up when their record's time was over, or as the root went.
         OutboxDropped = "outbox_dropped",
+        /// Writes that another root of the same store took over when this one went.
+        OutboxSpilled = "outbox_spilled",
         /// Claims handed over at an internal redirect.
         HandedOver = "handed_over",
         /// Unprotected: gRPC.
@@ -111,6 +113,28 @@ metrics! {
         BypassedNoKey = "bypassed.no_key",
         /// Unprotected: the route's metadata says so.
         BypassedRouteOff = "bypassed.route_off",
+        /// Under shadow: would have been forwarded with a claim.
+        ShadowExecuted = "shadow.executed",
+        /// Under shadow: would have been replayed.
+        ShadowReplayed = "shadow.replayed",
+        /// Under shadow: would have been answered 409 in-flight.
+        ShadowConflicts = "shadow.conflicts",
+        /// Under shadow: would have been answered 422.
+        ShadowMismatches = "shadow.mismatches",
+        /// Under shadow: would have been answered 424.
+        ShadowFailedReplies = "shadow.failed_replies",
+        /// Under shadow: would have been answered 409 response-not-kept.
+        ShadowNotKeptReplies = "shadow.not_kept_replies",
+        /// Under shadow: would have been refused before any claim.
+        ShadowRejected = "shadow.rejected",
+        /// Duplicates that waited for the first execution.
+        Waited = "waited",
+        /// Duplicates that waited in vain.
+        WaitTimeouts = "wait_timeouts",
+        /// Completed records found in the near cache.
+        NearCacheHits = "near_cache.hits",
+        /// Claims the near cache could not answer.
+        NearCacheMisses = "near_cache.misses",
         /// Events that an exchange met in a state where they can't happen.
         UnexpectedEvents = "unexpected_events",
         /// Host calls that failed.
@@ -125,6 +149,8 @@ metrics! {
         InFlight = "in_flight",
         /// Writes waiting in the outboxes.
         Outbox = "outbox",
+        /// Duplicates waiting for the first execution.
+        Waiting = "waiting",
     }
 }
 
@@ -133,6 +159,8 @@ metrics! {
     Histogram {
         /// Time of a store operation in whole milliseconds: the embedded store shows as 0.
         StoreMillis = "store_ms",
+        /// Operations per callout to Redis.
+        BatchSize = "batch_size",
     }
 }
 
