@@ -149,8 +149,6 @@ metrics! {
         InFlight = "in_flight",
         /// Writes waiting in the outboxes.
         Outbox = "outbox",
-        /// Duplicates waiting for the first execution.
-        Waiting = "waiting",
     }
 }
 

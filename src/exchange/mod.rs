@@ -24,22 +24,26 @@
 //! | `Claiming` | held | Envoy's own reply: releases | – | releases |
 //! | `Forwarded` | passes | decides | renews | fails, or hands over |
 //! | `Responding` | passes | captured; the last frame is held | renews | fails, unless its status froze the outcome |
+//! | `Waiting` | held | Envoy's own reply: nothing is claimed | claims again | nothing is claimed |
+//! | `Shadow` | passes | passes | renews | fails |
 //! | `Saving` | passes | held until the store answered | – | nothing: the write is out |
 //! | `Replying` | over | our own: content-type is put right | – | – |
 
 mod effect;
 mod event;
 mod response;
+mod shadow;
 mod worker;
 
 use std::rc::Rc;
+use std::time::Duration;
 
 pub use effect::{Effect, StoreOp, Warning};
 pub use event::{Event, StoreAnswer};
-pub use worker::Worker;
+pub use worker::{WaiterPlace, Worker};
 
 use crate::clock::Timestamp;
-use crate::config::{MissingKey, OnStoreError, Rule};
+use crate::config::{InFlight, MissingKey, Mode, OnStoreError, Rule};
 use crate::fingerprint::{Fingerprint, FingerprintHasher};
 use crate::headers::RequestHead;
 use crate::key::{StoreKey, parse_key};
@@ -54,6 +58,7 @@ use crate::reply::{ContentType, LocalReply};
 use crate::scope::resolve_scope;
 use crate::store::{Claim, ClaimReply, Hold, StoreError, Write, WriteReply};
 use response::{Responding, Saving};
+use shadow::Shadow;
 
 /// Tells the upstream which attempt it sees, from the second on.
 pub const ATTEMPT_HEADER: &str = "x-idempotency-attempt";
@@ -126,10 +131,12 @@ enum State {
     Bypassed,
     Reading(Box<Reading>),
     Claiming(Box<Claiming>),
+    Waiting(Box<Waiting>),
     Forwarded(Box<Forwarded>),
     Responding(Box<Responding>),
     Saving(Box<Saving>),
     Replying(ContentType),
+    Shadow(Box<Shadow>),
     Done,
 }
 
@@ -157,7 +164,27 @@ struct Claiming {
     request: Request,
     fingerprint: Fingerprint,
     closed: bool,
+    wait: Option<Wait>,
 }
+
+/// A duplicate that waits for the first execution: it asks again, and may become the one that executes.
+#[derive(Debug)]
+struct Waiting {
+    request: Request,
+    fingerprint: Fingerprint,
+    wait: Wait,
+    poll_at: Timestamp,
+}
+
+#[derive(Debug)]
+struct Wait {
+    until: Timestamp,
+    pause: Duration,
+    _place: WaiterPlace,
+}
+
+const FIRST_POLL: Duration = Duration::from_millis(25);
+const LONGEST_POLL: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 struct Forwarded {
@@ -193,7 +220,9 @@ impl Exchange {
             State::Reading(_)
             | State::Claiming(_)
             | State::Forwarded(_)
+            | State::Waiting(_)
             | State::Replying(ContentType::Absent | ContentType::Exactly(_)) => true,
+            State::Shadow(shadow) => shadow.wants_response_head(),
             State::Idle
             | State::Bypassed
             | State::Responding(_)
@@ -206,26 +235,61 @@ impl Exchange {
     /// Whether response bodies have to be announced to it.
     #[must_use]
     pub const fn wants_response_body(&self) -> bool {
-        matches!(self.state, State::Responding(_) | State::Saving(_))
+        match &self.state {
+            State::Responding(_) | State::Saving(_) => true,
+            State::Shadow(shadow) => shadow.wants_response_body(),
+            State::Idle
+            | State::Bypassed
+            | State::Reading(_)
+            | State::Claiming(_)
+            | State::Waiting(_)
+            | State::Forwarded(_)
+            | State::Replying(_)
+            | State::Done => false,
+        }
     }
 
     /// Whether the bytes of response bodies have to be shown to it, too.
     #[must_use]
     pub fn wants_response_bytes(&self) -> bool {
-        matches!(&self.state, State::Responding(responding) if responding.wants_bytes())
+        match &self.state {
+            State::Responding(responding) => responding.wants_bytes(),
+            State::Shadow(shadow) => shadow.wants_response_bytes(),
+            State::Idle
+            | State::Bypassed
+            | State::Reading(_)
+            | State::Claiming(_)
+            | State::Waiting(_)
+            | State::Forwarded(_)
+            | State::Saving(_)
+            | State::Replying(_)
+            | State::Done => false,
+        }
     }
 
     /// Whether request bodies have to be shown to it.
     #[must_use]
     pub const fn wants_request_body(&self) -> bool {
-        matches!(self.state, State::Reading(_))
+        match &self.state {
+            State::Reading(_) => true,
+            State::Shadow(shadow) => shadow.wants_request_body(),
+            State::Idle
+            | State::Bypassed
+            | State::Claiming(_)
+            | State::Waiting(_)
+            | State::Forwarded(_)
+            | State::Responding(_)
+            | State::Saving(_)
+            | State::Replying(_)
+            | State::Done => false,
+        }
     }
 
     /// What is held.
     #[must_use]
     pub const fn gate(&self) -> Gate {
         match &self.state {
-            State::Reading(_) | State::Claiming(_) => Gate::HoldRequest,
+            State::Reading(_) | State::Claiming(_) | State::Waiting(_) => Gate::HoldRequest,
             State::Responding(responding) if responding.holding() => Gate::HoldResponse,
             State::Saving(saving) if saving.holds_response => Gate::HoldResponse,
             State::Idle
@@ -234,6 +298,7 @@ impl Exchange {
             | State::Responding(_)
             | State::Saving(_)
             | State::Replying(_)
+            | State::Shadow(_)
             | State::Done => Gate::Pass,
         }
     }
@@ -241,7 +306,13 @@ impl Exchange {
     /// Takes one event. See the module's contract.
     pub fn handle(&mut self, event: Event<'_>, now: Timestamp) -> Step {
         let mut effects = Vec::new();
-        let state = std::mem::replace(&mut self.state, State::Done);
+        let state = match std::mem::replace(&mut self.state, State::Done) {
+            State::Shadow(shadow) => {
+                self.state = on_shadow_event(shadow, event, now, &mut effects);
+                return Step { effects, gate: Gate::Pass };
+            }
+            state => state,
+        };
         self.state = match event {
             Event::RequestHead { rule, head, end, owner } => {
                 self.on_request_head(state, rule, head, end, owner, now, &mut effects)
@@ -309,6 +380,10 @@ impl Exchange {
         if !matches!(state, State::Idle) {
             return unexpected(state, effects);
         }
+        if rule.mode == Mode::Shadow {
+            return Shadow::begin(rule, head, end, owner, effects)
+                .map_or(State::Bypassed, |shadow| State::Shadow(Box::new(shadow)));
+        }
         let key = match parse_key(head.headers.lines(&rule.header), &rule.key) {
             Ok(Some(key)) => key,
             Ok(None) => match rule.missing_key {
@@ -347,7 +422,7 @@ impl Exchange {
             rule,
         };
         if end || !request.rule.fingerprint.body {
-            return claim(request, hasher.finish(), effects);
+            return claim(request, hasher.finish(), None, effects);
         }
         State::Reading(Box::new(Reading { request, hasher, received: 0, progress_at: now }))
     }
@@ -384,7 +459,7 @@ impl Exchange {
                 }
                 reading.hasher.update_body(chunk);
                 if end {
-                    return claim(reading.request, reading.hasher.finish(), effects);
+                    return claim(reading.request, reading.hasher.finish(), None, effects);
                 }
                 reading.progress_at = now;
                 State::Reading(reading)
@@ -392,24 +467,28 @@ impl Exchange {
             State::Idle
             | State::Bypassed
             | State::Claiming(_)
+            | State::Waiting(_)
             | State::Forwarded(_)
             | State::Responding(_)
             | State::Saving(_)
             | State::Replying(_)
+            | State::Shadow(_)
             | State::Done => state,
         }
     }
 
     fn on_request_trailers(&self, state: State, effects: &mut Vec<Effect>) -> State {
         match state {
-            State::Reading(reading) => claim(reading.request, reading.hasher.finish(), effects),
+            State::Reading(reading) => claim(reading.request, reading.hasher.finish(), None, effects),
             State::Idle
             | State::Bypassed
             | State::Claiming(_)
+            | State::Waiting(_)
             | State::Forwarded(_)
             | State::Responding(_)
             | State::Saving(_)
             | State::Replying(_)
+            | State::Shadow(_)
             | State::Done => state,
         }
     }
@@ -449,7 +528,7 @@ impl Exchange {
         now: Timestamp,
         effects: &mut Vec<Effect>,
     ) -> State {
-        let Claiming { request, fingerprint, closed } = claiming;
+        let Claiming { request, fingerprint, closed, wait } = claiming;
         let (key, owner) = (request.key, request.owner);
         let hold = |attempt| Hold { key, owner, fingerprint, attempt };
         if closed {
@@ -487,6 +566,17 @@ impl Exchange {
                 | ClaimReply::Failed { fingerprint: found, .. },
             ) if found != fingerprint => ("mismatch", Problem::Mismatch, Counter::Mismatches),
             Ok(ClaimReply::InFlight { elapsed, remaining, .. }) => {
+                let waited = wait.is_some();
+                if let Some(wait) = self.wait_on(&request.rule, wait, now) {
+                    if !waited {
+                        effects.push(Effect::Count(Counter::Waited));
+                    }
+                    let poll_at = now.after(wait.pause).min(wait.until);
+                    return State::Waiting(Box::new(Waiting { request, fingerprint, wait, poll_at }));
+                }
+                if waited {
+                    effects.push(Effect::Count(Counter::WaitTimeouts));
+                }
                 let usual = self.worker.usual_time(&request.rule);
                 let retry_after = retry_after_seconds(usual, elapsed, remaining);
                 ("in_flight", Problem::InFlight { retry_after }, Counter::Conflicts)
@@ -512,6 +602,20 @@ impl Exchange {
         effects.push(Effect::Count(counter));
         effects.push(Effect::Publish(line(outcome, &request.rule, 0, &request.key)));
         self.reply_with(problem, effects)
+    }
+
+    /// A place to wait in, or the next pause of one that waits; `None` when it is time for the refusal.
+    fn wait_on(&self, rule: &Rule, wait: Option<Wait>, now: Timestamp) -> Option<Wait> {
+        match wait {
+            None if rule.in_flight == InFlight::Wait => Some(Wait {
+                until: now.after(rule.wait_timeout),
+                pause: FIRST_POLL,
+                _place: self.worker.begin_wait()?,
+            }),
+            None => None,
+            Some(wait) if now >= wait.until => None,
+            Some(wait) => Some(Wait { pause: wait.pause.saturating_mul(2).min(LONGEST_POLL), ..wait }),
+        }
     }
 
     fn answer_completed(&self, request: &Request, encoded: Vec<u8>, effects: &mut Vec<Effect>) -> State {
@@ -554,11 +658,17 @@ impl Exchange {
                 State::Forwarded(forwarded)
             }
             State::Responding(responding) => self.on_responding_ticked(responding, now, effects),
+            State::Waiting(waiting) if now < waiting.poll_at => State::Waiting(waiting),
+            State::Waiting(waiting) => {
+                let Waiting { request, fingerprint, wait, .. } = *waiting;
+                claim(request, fingerprint, Some(wait), effects)
+            }
             State::Idle
             | State::Bypassed
             | State::Claiming(_)
             | State::Saving(_)
             | State::Replying(_)
+            | State::Shadow(_)
             | State::Done => state,
         }
     }
@@ -589,7 +699,13 @@ impl Exchange {
                 saving.holds_response = false;
                 State::Saving(saving)
             }
-            State::Idle | State::Bypassed | State::Reading(_) | State::Replying(_) | State::Done => State::Done,
+            State::Idle
+            | State::Bypassed
+            | State::Reading(_)
+            | State::Waiting(_)
+            | State::Replying(_)
+            | State::Shadow(_)
+            | State::Done => State::Done,
         }
     }
 }
@@ -620,7 +736,12 @@ impl Held {
     }
 }
 
-fn claim(request: Request, fingerprint: Fingerprint, effects: &mut Vec<Effect>) -> State {
+fn claim(
+    request: Request,
+    fingerprint: Fingerprint,
+    wait: Option<Wait>,
+    effects: &mut Vec<Effect>,
+) -> State {
     let rule = &request.rule;
     let terms = ClaimTerms {
         owner: request.owner,
@@ -630,7 +751,7 @@ fn claim(request: Request, fingerprint: Fingerprint, effects: &mut Vec<Effect>) 
         on_abandoned: rule.on_abandoned,
     };
     effects.push(Effect::Store(StoreOp::Claim(Claim { key: request.key, terms })));
-    State::Claiming(Box::new(Claiming { request, fingerprint, closed: false }))
+    State::Claiming(Box::new(Claiming { request, fingerprint, closed: false, wait }))
 }
 
 fn forward(request: Request, hold: Hold, protected: bool, now: Timestamp, effects: &mut Vec<Effect>) -> State {
@@ -660,6 +781,30 @@ fn forward(request: Request, hold: Hold, protected: bool, now: Timestamp, effect
         started: now,
         protected,
     }))
+}
+
+fn on_shadow_event(
+    mut shadow: Box<Shadow>,
+    event: Event<'_>,
+    now: Timestamp,
+    effects: &mut Vec<Effect>,
+) -> State {
+    match event {
+        Event::RequestHead { .. } | Event::Adopted(_) => {
+            effects.push(Effect::Count(Counter::UnexpectedEvents));
+        }
+        Event::RequestBody { chunk, end } => shadow.on_request_body(chunk, end, effects),
+        Event::RequestTrailers => shadow.on_request_end(effects),
+        Event::StoreAnswered(answer) => shadow.on_store_answered(answer, now, effects),
+        Event::ResponseHead { facts, headers, end } => {
+            shadow.on_response_head(&facts, headers, end, effects);
+        }
+        Event::ResponseBody { chunk, skipped, end } => shadow.on_response_body(chunk, skipped, end, effects),
+        Event::ResponseTrailers => shadow.on_response_end(true, effects),
+        Event::Ticked => shadow.on_ticked(now, effects),
+        Event::StreamClosed(facts) => shadow.on_closed(&facts, effects),
+    }
+    if shadow.is_done() { State::Done } else { State::Shadow(shadow) }
 }
 
 fn unexpected(state: State, effects: &mut Vec<Effect>) -> State {

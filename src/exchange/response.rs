@@ -123,13 +123,13 @@ impl Exchange {
                 State::Replying(ContentType::Kept)
             }
             // Another filter's or Envoy's own reply before anything was claimed.
-            State::Reading(_) => State::Done,
+            State::Reading(_) | State::Waiting(_) => State::Done,
             State::Claiming(mut claiming) => {
                 claiming.closed = true;
                 State::Claiming(claiming)
             }
             State::Responding(_) | State::Saving(_) => unexpected(state, effects),
-            State::Idle | State::Bypassed | State::Done => state,
+            State::Idle | State::Bypassed | State::Shadow(_) | State::Done => state,
         }
     }
 

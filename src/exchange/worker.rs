@@ -1,6 +1,7 @@
 //! What the exchanges of one worker share: the configuration, byte budgets, and what they learned about time.
 
 use std::cell::Cell;
+use std::rc::Rc;
 use std::time::Duration;
 
 use crate::config::{Config, Rule};
@@ -12,6 +13,7 @@ pub struct Worker {
     pub config: Config,
     captured: Cell<u64>,
     saw_body: Cell<bool>,
+    waiters: Cell<u32>,
     usual_millis: Vec<Cell<u64>>,
 }
 
@@ -22,7 +24,7 @@ impl Worker {
     #[must_use]
     pub fn new(config: Config) -> Self {
         let usual_millis = config.rules.iter().map(|_| Cell::new(FIRST_USUAL_MILLIS)).collect();
-        Self { config, captured: Cell::new(0), saw_body: Cell::new(false), usual_millis }
+        Self { config, captured: Cell::new(0), saw_body: Cell::new(false), waiters: Cell::new(0), usual_millis }
     }
 
     /// Takes `bytes` of the capture budget.
@@ -45,6 +47,17 @@ impl Worker {
     #[must_use]
     pub fn captured_bytes(&self) -> u64 {
         self.captured.get()
+    }
+
+    /// Takes a place among the duplicates that wait; `None` when all are taken.
+    #[must_use]
+    pub fn begin_wait(self: &Rc<Self>) -> Option<WaiterPlace> {
+        let waiters = self.waiters.get();
+        if waiters >= self.config.limits.waiters {
+            return None;
+        }
+        self.waiters.set(waiters.saturating_add(1));
+        Some(WaiterPlace(Rc::clone(self)))
     }
 
     /// A body callback came while its request was held: `allow_on_headers_stop_iteration` is set.
@@ -75,5 +88,15 @@ impl Worker {
     fn usual_cell(&self, rule: &Rule) -> Option<&Cell<u64>> {
         let index = self.config.rules.iter().position(|candidate| std::ptr::eq(&**candidate, rule))?;
         self.usual_millis.get(index)
+    }
+}
+
+/// A place among the duplicates that wait; given back when dropped.
+#[derive(Debug)]
+pub struct WaiterPlace(Rc<Worker>);
+
+impl Drop for WaiterPlace {
+    fn drop(&mut self) {
+        self.0.waiters.set(self.0.waiters.get().saturating_sub(1));
     }
 }

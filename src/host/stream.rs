@@ -225,8 +225,10 @@ impl HttpContext for Stream {
                 Ok(_) | Err(_) => return self.refuse_unreadable(),
             }
         };
-        self.request_seen = body_size;
-        self.feed(Event::RequestBody { chunk: &chunk, end: end_of_stream }, Gate::HoldRequest)
+        let action = self.feed(Event::RequestBody { chunk: &chunk, end: end_of_stream }, Gate::HoldRequest);
+        // What is held comes again with the next callback; what goes on (under shadow) does not.
+        self.request_seen = if action == Action::Pause { body_size } else { 0 };
+        action
     }
 
     fn on_http_request_trailers(&mut self, _num_trailers: usize) -> Action {
