@@ -45,8 +45,14 @@ pub(super) struct Shadow {
 
 #[derive(Debug)]
 enum Phase {
-    Hashing { hasher: FingerprintHasher, received: u64 },
-    Asking { fingerprint: Fingerprint, ended: Option<(Outcome, Kept)> },
+    Hashing {
+        hasher: FingerprintHasher,
+        received: u64,
+    },
+    Asking {
+        fingerprint: Fingerprint,
+        ended: Option<(Outcome, Kept)>,
+    },
     Holding(Held),
     /// A renewal is out: one operation per key and owner at a time.
     AfterRenewal(Hold, Write),
@@ -291,12 +297,8 @@ impl Shadow {
 
     pub(super) fn on_response_end(&mut self, trailers: bool, effects: &mut Vec<Effect>) {
         let Some(response) = self.response.take() else { return };
-        let outcome = upstream_outcome(
-            &self.rule,
-            response.status,
-            response.refusal.as_deref(),
-            &response.telltale,
-        );
+        let outcome =
+            upstream_outcome(&self.rule, response.status, response.refusal.as_deref(), &response.telltale);
         let kept = if trailers || response.too_large {
             Kept::Tombstone(response.status)
         } else {

@@ -24,7 +24,13 @@ impl Worker {
     #[must_use]
     pub fn new(config: Config) -> Self {
         let usual_millis = config.rules.iter().map(|_| Cell::new(FIRST_USUAL_MILLIS)).collect();
-        Self { config, captured: Cell::new(0), saw_body: Cell::new(false), waiters: Cell::new(0), usual_millis }
+        Self {
+            config,
+            captured: Cell::new(0),
+            saw_body: Cell::new(false),
+            waiters: Cell::new(0),
+            usual_millis,
+        }
     }
 
     /// Takes `bytes` of the capture budget.

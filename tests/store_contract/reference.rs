@@ -25,7 +25,9 @@ impl Store for ReferenceStore {
         let record = found.expect("only a claim that takes is decided over nothing");
         let fingerprint = record.fingerprint;
         Ok(match decision {
-            ClaimDecision::Take { attempt } | ClaimDecision::Own { attempt } => ClaimReply::Claimed { attempt },
+            ClaimDecision::Take { attempt } | ClaimDecision::Own { attempt } => {
+                ClaimReply::Claimed { attempt }
+            }
             ClaimDecision::InFlight { elapsed, remaining } => {
                 ClaimReply::InFlight { fingerprint, elapsed, remaining }
             }

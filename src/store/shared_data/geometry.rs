@@ -181,7 +181,9 @@ mod tests {
     #[test]
     fn overflow_chance_is_the_poisson_tail() {
         // Computed with exact fractions.
-        for (mean, tail) in [(8.0, 2.323_575_229_6e-36), (32.0, 2.012_602_759_0e-7), (50.0, 2.360_321_267_7e-2)] {
+        for (mean, tail) in
+            [(8.0, 2.323_575_229_6e-36), (32.0, 2.012_602_759_0e-7), (50.0, 2.360_321_267_7e-2)]
+        {
             let found = overflow_chance(mean);
             assert!((found / tail - 1.0).abs() < 1e-9, "{mean}: {found:e} instead of {tail:e}");
         }
