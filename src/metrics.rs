@@ -2,8 +2,8 @@
 //!
 //! A name never carries a key, a scope or anything else of a request: the set is fixed.
 
-use crate::policy::Bypass;
 use crate::outcome::Released;
+use crate::policy::Bypass;
 use crate::record::Reason;
 
 macro_rules! metrics {

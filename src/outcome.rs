@@ -123,7 +123,8 @@ pub fn response_source(facts: &ResponseFacts<'_>, trust_route_retries: bool) -> 
     let earlier_attempts_excluded = attempts <= 1 || trust_route_retries;
     if let Some(reason) = braced(details, EARLY_RESET) {
         // Without an attempt count this Envoy proves nothing about a reset.
-        let proven = facts.attempts.is_some() && earlier_attempts_excluded && NEVER_CONNECTED.contains(&reason);
+        let proven =
+            facts.attempts.is_some() && earlier_attempts_excluded && NEVER_CONNECTED.contains(&reason);
         return if proven { ResponseSource::NotSent } else { ResponseSource::Failed(Reason::Reset) };
     }
     if NEVER_ROUTED.contains(&details) {
@@ -280,7 +281,8 @@ mod tests {
 
     #[test]
     fn a_connect_failure_proves_that_nothing_was_sent_only_at_the_first_attempt() {
-        let details = "upstream_reset_before_response_started{remote_connection_failure|delayed_connect_error:_111}";
+        let details =
+            "upstream_reset_before_response_started{remote_connection_failure|delayed_connect_error:_111}";
         assert_eq!(source(details, Some(1)), ResponseSource::NotSent);
         assert_eq!(source(details, Some(2)), ResponseSource::Failed(Reason::Reset));
         assert_eq!(source(details, None), ResponseSource::Failed(Reason::Reset));
@@ -289,12 +291,19 @@ mod tests {
 
     #[test]
     fn a_reset_for_another_reason_proves_nothing() {
-        for reason in
-            ["connection_termination", "remote_reset", "protocol_error", "remote_connection_failure_of_a_kind"]
-        {
+        for reason in [
+            "connection_termination",
+            "remote_reset",
+            "protocol_error",
+            "remote_connection_failure_of_a_kind",
+        ] {
             let details = format!("upstream_reset_before_response_started{{{reason}}}");
             assert_eq!(source(&details, Some(1)), ResponseSource::Failed(Reason::Reset), "{reason}");
-            assert_eq!(source_trusting(&details, Some(1), true), ResponseSource::Failed(Reason::Reset), "{reason}");
+            assert_eq!(
+                source_trusting(&details, Some(1), true),
+                ResponseSource::Failed(Reason::Reset),
+                "{reason}"
+            );
         }
         let unclosed = "upstream_reset_before_response_started{overflow";
         assert_eq!(source(unclosed, Some(1)), ResponseSource::Failed(Reason::Reset));
@@ -331,7 +340,10 @@ mod tests {
         };
         assert_eq!(closed("downstream_remote_disconnect", 0x4000, false), Reason::ClientGone);
         assert_eq!(closed("http2.remote_reset", 0x4000, true), Reason::ClientGone);
-        assert_eq!(closed("upstream_reset_after_response_started{connection_termination}", 0, true), Reason::Truncated);
+        assert_eq!(
+            closed("upstream_reset_after_response_started{connection_termination}", 0, true),
+            Reason::Truncated
+        );
         assert_eq!(closed("response_timeout", 0x4, false), Reason::Timeout);
         assert_eq!(closed("internal_redirect", 0, false), Reason::Redirected);
         assert_eq!(closed("", 0, false), Reason::Replaced);
@@ -341,7 +353,10 @@ mod tests {
     #[test]
     fn a_proxys_own_text_behind_us_means_it_may_have_run() {
         for (body, expected) in [
-            ("upstream connect error or disconnect/reset before headers. reset reason: connection termination", true),
+            (
+                "upstream connect error or disconnect/reset before headers. reset reason: connection termination",
+                true,
+            ),
             ("upstream connect error or disconnect/reset before headers. reset reason: remote reset", true),
             (
                 "upstream connect error or disconnect/reset before headers. retried and the latest reset reason: \
@@ -404,7 +419,10 @@ mod tests {
         rule.on_failure = OnFailure::Retain;
         rule.on_unknown = OnFailure::Release;
         assert_eq!(claim_end(&rule, Outcome::Failed(Reason::Status)), ClaimEnd::Fail(Reason::Status));
-        assert_eq!(claim_end(&rule, Outcome::Failed(Reason::ClientGone)), ClaimEnd::Release(Released::Failure));
+        assert_eq!(
+            claim_end(&rule, Outcome::Failed(Reason::ClientGone)),
+            ClaimEnd::Release(Released::Failure)
+        );
         assert_eq!(claim_end(&rule, Outcome::NotSent), ClaimEnd::Release(Released::NotSent));
     }
 }

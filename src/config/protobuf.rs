@@ -43,7 +43,9 @@ fn read_value(bytes: &[u8], depth: u32) -> Option<Json> {
         value = match take_field(&mut rest)? {
             Field { number: 1, value: Wire::Varint(_) } => Json::Null,
             Field { number: 2, value: Wire::Fixed64(bits) } => Json::Float(f64::from_bits(bits)),
-            Field { number: 3, value: Wire::Bytes(text) } => Json::Text(String::from_utf8(text.to_vec()).ok()?),
+            Field { number: 3, value: Wire::Bytes(text) } => {
+                Json::Text(String::from_utf8(text.to_vec()).ok()?)
+            }
             Field { number: 4, value: Wire::Varint(truth) } => Json::Bool(truth != 0),
             Field { number: 5, value: Wire::Bytes(inner) } => read_struct(inner, depth)?,
             Field { number: 6, value: Wire::Bytes(inner) } => read_list(inner, depth)?,
@@ -118,8 +120,8 @@ mod tests {
     fn a_struct_seen_from_envoy_is_read() {
         // {"v":[1,"x"]}, as Envoy 1.40.0 hands it over.
         let bytes = [
-            0x0a, 0x17, 0x0a, 0x01, 0x76, 0x12, 0x12, 0x32, 0x10, 0x0a, 0x09, 0x11, 0, 0, 0, 0, 0, 0, 0xf0, 0x3f,
-            0x0a, 0x03, 0x1a, 0x01, 0x78,
+            0x0a, 0x17, 0x0a, 0x01, 0x76, 0x12, 0x12, 0x32, 0x10, 0x0a, 0x09, 0x11, 0, 0, 0, 0, 0, 0, 0xf0,
+            0x3f, 0x0a, 0x03, 0x1a, 0x01, 0x78,
         ];
         let list = Json::List(vec![Json::Float(1.0), Json::Text("x".to_owned())]);
         assert_eq!(parse_struct(&bytes), Some(Json::Object(vec![("v".to_owned(), list)])));

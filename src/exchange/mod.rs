@@ -263,7 +263,13 @@ impl Exchange {
         Step { effects, gate: self.gate() }
     }
 
-    fn refuse(&self, problem: Problem, counter: Counter, rule: Option<&Rule>, effects: &mut Vec<Effect>) -> State {
+    fn refuse(
+        &self,
+        problem: Problem,
+        counter: Counter,
+        rule: Option<&Rule>,
+        effects: &mut Vec<Effect>,
+    ) -> State {
         effects.push(Effect::Count(counter));
         let rule = rule.map_or("-", |rule| rule.name.as_str());
         effects.push(Effect::Publish(format!("refused.{} rule={rule} attempt=0 key=-", problem.kind())));
@@ -435,10 +441,9 @@ impl Exchange {
             }
             (State::Saving(saving), StoreAnswer::Renew(answer)) => saving.on_renewed(&answer, effects),
             (State::Saving(saving), StoreAnswer::End(answer)) => saving.on_answered(answer, effects),
-            (
-                state,
-                StoreAnswer::Claim(_) | StoreAnswer::Renew(_) | StoreAnswer::End(_),
-            ) => unexpected(state, effects),
+            (state, StoreAnswer::Claim(_) | StoreAnswer::Renew(_) | StoreAnswer::End(_)) => {
+                unexpected(state, effects)
+            }
         }
     }
 
@@ -467,7 +472,11 @@ impl Exchange {
             };
             if let Some(attempt) = may_be_claimed {
                 effects.push(Effect::Count(Counter::ReleasedNotSent));
-                effects.push(Effect::Outbox { hold: hold(attempt), write: Write::Release, rule: request.rule });
+                effects.push(Effect::Outbox {
+                    hold: hold(attempt),
+                    write: Write::Release,
+                    rule: request.rule,
+                });
             }
             return State::Done;
         }
@@ -522,7 +531,8 @@ impl Exchange {
             return self.reply_with(Problem::StoreUnavailable, effects);
         };
         let Some(body) = stored.body else {
-            let headers = stored.headers.iter().map(|(name, value)| (name.to_vec(), value.to_vec())).collect();
+            let headers =
+                stored.headers.iter().map(|(name, value)| (name.to_vec(), value.to_vec())).collect();
             let problem = Problem::ResponseNotKept { status: stored.status, headers };
             effects.push(Effect::Count(Counter::NotKeptReplies));
             effects.push(Effect::Publish(line("response_not_kept", &request.rule, 0, &request.key)));
@@ -589,7 +599,9 @@ impl Exchange {
                 saving.holds_response = false;
                 State::Saving(saving)
             }
-            State::Idle | State::Bypassed | State::Reading(_) | State::Replying(_) | State::Done => State::Done,
+            State::Idle | State::Bypassed | State::Reading(_) | State::Replying(_) | State::Done => {
+                State::Done
+            }
         }
     }
 }
@@ -633,7 +645,13 @@ fn claim(request: Request, fingerprint: Fingerprint, effects: &mut Vec<Effect>) 
     State::Claiming(Box::new(Claiming { request, fingerprint, closed: false }))
 }
 
-fn forward(request: Request, hold: Hold, protected: bool, now: Timestamp, effects: &mut Vec<Effect>) -> State {
+fn forward(
+    request: Request,
+    hold: Hold,
+    protected: bool,
+    now: Timestamp,
+    effects: &mut Vec<Effect>,
+) -> State {
     // A changed request header makes Envoy pick the route anew, so nothing is touched without need.
     if request.has_attempt_header {
         effects.push(Effect::RemoveRequestHeader(ATTEMPT_HEADER));

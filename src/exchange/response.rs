@@ -15,7 +15,9 @@ use crate::record::Reason;
 use crate::record::codec::ResponseEncoder;
 use crate::reply::ContentType;
 use crate::reply::problem::REFUSAL_HEADER;
-use crate::reply::replay::{PROTECTION_HEADER, has_cors, is_kept_by_tombstones, kept_headers, tombstone_headers};
+use crate::reply::replay::{
+    PROTECTION_HEADER, has_cors, is_kept_by_tombstones, kept_headers, tombstone_headers,
+};
 use crate::store::{Hold, StoreError, Write, WriteReply};
 
 /// How long the last frame waits for the end that must follow it.
@@ -111,7 +113,9 @@ impl Exchange {
         effects: &mut Vec<Effect>,
     ) -> State {
         match state {
-            State::Forwarded(forwarded) => self.on_forwarded_head(*forwarded, facts, headers, end, now, effects),
+            State::Forwarded(forwarded) => {
+                self.on_forwarded_head(*forwarded, facts, headers, end, now, effects)
+            }
             State::Replying(content_type) => {
                 match content_type {
                     ContentType::Kept => {}
@@ -157,7 +161,8 @@ impl Exchange {
         let announced = first("content-length")
             .and_then(|value| std::str::from_utf8(value).ok())
             .and_then(|value| value.trim().parse().ok());
-        let capture = self.start_capture(&held.rule, facts.status, headers, announced, request_origin.as_deref());
+        let capture =
+            self.start_capture(&held.rule, facts.status, headers, announced, request_origin.as_deref());
         let responding = Responding {
             held,
             started,
@@ -188,7 +193,8 @@ impl Exchange {
         let Some(headers) = headers else {
             return Capture::Tombstone(ResponseEncoder::tombstone(status, []).unwrap_or_default());
         };
-        let streamed = headers.first("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
+        let streamed =
+            headers.first("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
         if streamed || announced.is_some_and(|length| length > rule.max_response_body_bytes) {
             return tombstone(status, headers);
         }
@@ -247,7 +253,12 @@ impl Exchange {
         State::Responding(responding)
     }
 
-    pub(super) fn on_response_trailers(&self, state: State, now: Timestamp, effects: &mut Vec<Effect>) -> State {
+    pub(super) fn on_response_trailers(
+        &self,
+        state: State,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) -> State {
         let State::Responding(mut responding) = state else { return state };
         if let Capture::Keeping { encoder, .. } = &mut responding.capture {
             responding.capture = tombstone_of(encoder);
@@ -312,7 +323,9 @@ impl Exchange {
             responding.telltale(),
         );
         let response = match responding.capture {
-            Capture::Keeping { encoder, .. } if responding.announced.is_none_or(|length| length == responding.received) => {
+            Capture::Keeping { encoder, .. }
+                if responding.announced.is_none_or(|length| length == responding.received) =>
+            {
                 Some(encoder.finish())
             }
             // The length disagrees with what was delivered: what was captured may not be what was sent.

@@ -75,7 +75,9 @@ impl Io for HostIo<'_> {
             Effect::Outbox { hold, write, rule } => {
                 if let Ok(mut outbox) = self.shared.outbox.try_borrow_mut() {
                     let before = outbox.len();
-                    outbox.push(hold, write, &rule, self.now, &mut |counter| self.shared.metrics.count(counter));
+                    outbox.push(hold, write, &rule, self.now, &mut |counter| {
+                        self.shared.metrics.count(counter)
+                    });
                     let added = i64::try_from(outbox.len().saturating_sub(before)).unwrap_or(0);
                     self.shared.metrics.shift(Gauge::Outbox, added);
                 }

@@ -20,7 +20,10 @@ impl Metrics {
         Self {
             counters: Counter::ALL.iter().map(|each| define(MetricKind::Counter, each.name())).collect(),
             gauges: Gauge::ALL.iter().map(|each| define(MetricKind::Gauge, each.name())).collect(),
-            histograms: Histogram::ALL.iter().map(|each| define(MetricKind::Histogram, each.name())).collect(),
+            histograms: Histogram::ALL
+                .iter()
+                .map(|each| define(MetricKind::Histogram, each.name()))
+                .collect(),
         }
     }
 

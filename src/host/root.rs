@@ -155,7 +155,8 @@ impl Shared {
     }
 
     fn flush_outbox(&self, now: Timestamp) {
-        let (Ok(mut outbox), Ok(mut store)) = (self.outbox.try_borrow_mut(), self.store.try_borrow_mut()) else {
+        let (Ok(mut outbox), Ok(mut store)) = (self.outbox.try_borrow_mut(), self.store.try_borrow_mut())
+        else {
             return;
         };
         let before = outbox.len();
@@ -203,13 +204,14 @@ impl Root {
     fn open(&self, config: Config) -> Result<Shared, String> {
         let StoreConfig::SharedData(settings) = &config.store;
         let namespace = settings.namespace.clone().unwrap_or_else(own_namespace);
-        let store =
-            SharedDataStore::open(HostCas, &namespace, settings).map_err(|error| format!("store.shared_data: {error}"))?;
+        let store = SharedDataStore::open(HostCas, &namespace, settings)
+            .map_err(|error| format!("store.shared_data: {error}"))?;
         let suffix = hostcalls::random_bytes::<8>().ok_or("the host gives no random bytes")?;
         let handover_state = format!("idempotency_handover_{:016x}", u64::from_le_bytes(suffix));
         declare_request_state(&handover_state);
         let shortest_lease = config.rules.iter().map(|rule| rule.lock_ttl.min(rule.body_timeout)).min();
-        let tick = shortest_lease.map_or(LONGEST_TICK, |lease| (lease / 10).clamp(SHORTEST_TICK, LONGEST_TICK));
+        let tick =
+            shortest_lease.map_or(LONGEST_TICK, |lease| (lease / 10).clamp(SHORTEST_TICK, LONGEST_TICK));
         let outbox = RefCell::new(Outbox::new(config.limits.captured_bytes));
         Ok(Shared {
             root_id: self.id,
@@ -285,6 +287,8 @@ fn declare_request_state(name: &str) {
     arguments.extend_from_slice(name.as_bytes());
     arguments.extend_from_slice(&[0x28, 0x01]);
     if hostcalls::call_foreign_function("declare_property", &arguments).is_err() {
-        log::warn!("filter state can't be declared: a request that is redirected inside Envoy ends as failed");
+        log::warn!(
+            "filter state can't be declared: a request that is redirected inside Envoy ends as failed"
+        );
     }
 }

@@ -74,18 +74,16 @@ impl StoreDriver {
         let key = StoreKey::from_bytes(bytes(&request.key)?);
         let owner = Owner::from_bytes(bytes(&request.owner)?);
         let fingerprint = Fingerprint::from_bytes(bytes(&request.fingerprint)?);
-        let (lock_ttl, ttl) = (Duration::from_millis(request.lock_ttl_ms), Duration::from_millis(request.ttl_ms));
+        let (lock_ttl, ttl) =
+            (Duration::from_millis(request.lock_ttl_ms), Duration::from_millis(request.ttl_ms));
         let write = match request.op.as_str() {
             "claim" => {
-                let on_abandoned =
-                    if request.takeover { OnAbandoned::Takeover } else { OnAbandoned::Retain };
+                let on_abandoned = if request.takeover { OnAbandoned::Takeover } else { OnAbandoned::Retain };
                 let terms = ClaimTerms { owner, fingerprint, lock_ttl, record_ttl: ttl, on_abandoned };
                 return Ok(claim_reply(store.claim(&Claim { key, terms }, now)));
             }
             "renew" => Write::Renew { lock_ttl, record_ttl: ttl },
-            "complete" => {
-                Write::Complete { response: Rc::from(unhex(&request.response)?), record_ttl: ttl }
-            }
+            "complete" => Write::Complete { response: Rc::from(unhex(&request.response)?), record_ttl: ttl },
             "fail" => Write::Fail {
                 reason: Reason::from_code(request.reason).ok_or("no such reason")?,
                 failed_ttl: ttl,
@@ -168,7 +166,8 @@ impl HttpContext for StoreDriver {
             Err(error) => (400, json!({"error": error})),
         };
         let headers = serialize_pairs(&[("content-type", "application/json")]);
-        let _ = hostcalls::send_local_response(status, "store_driver", &headers, value.to_string().as_bytes());
+        let _ =
+            hostcalls::send_local_response(status, "store_driver", &headers, value.to_string().as_bytes());
         Action::Pause
     }
 }

@@ -126,7 +126,8 @@ impl Stream {
                 return Action::Pause;
             }
         };
-        let headers = hostcalls::header_pairs(Map::Request).ok().and_then(|bytes| HeaderBlock::parse(bytes).ok());
+        let headers =
+            hostcalls::header_pairs(Map::Request).ok().and_then(|bytes| HeaderBlock::parse(bytes).ok());
         let (Some(headers), Some(owner)) = (headers, hostcalls::random_bytes::<16>()) else {
             return self.refuse_unreadable();
         };
@@ -138,7 +139,8 @@ impl Stream {
         }
         let state = self.begin();
         let head = RequestHead { headers: &headers, attributes: &HostAttributes };
-        let event = Event::RequestHead { rule: Rc::clone(rule), head: &head, end, owner: Owner::from_bytes(owner) };
+        let event =
+            Event::RequestHead { rule: Rc::clone(rule), head: &head, end, owner: Owner::from_bytes(owner) };
         let action = self.feed(event, Gate::HoldRequest);
         if state.try_borrow().is_ok_and(|state| !state.exchange.is_inert()) {
             self.shared.enlist(self.id, &state);
@@ -244,7 +246,8 @@ impl HttpContext for Stream {
         let code_details = hostcalls::property(&["response", "code_details"]).unwrap_or_default();
         let attempts = hostcalls::property(&["upstream", "request_attempt_count"])
             .and_then(|value| Some(u64::from_le_bytes(*value.first_chunk::<8>()?)));
-        let headers = hostcalls::header_pairs(Map::Response).ok().and_then(|bytes| HeaderBlock::parse(bytes).ok());
+        let headers =
+            hostcalls::header_pairs(Map::Response).ok().and_then(|bytes| HeaderBlock::parse(bytes).ok());
         #[cfg(feature = "test-hooks")]
         if let Some(headers) = &headers {
             super::test_hooks::trap_if_asked(headers);

@@ -209,10 +209,9 @@ pub fn decide_claim<R>(found: Option<&Record<R>>, terms: &ClaimTerms, now: Times
         RecordState::InFlight { .. } if record.owner == terms.owner => {
             ClaimDecision::Own { attempt: record.attempt }
         }
-        RecordState::InFlight { lease_until } if now < *lease_until => ClaimDecision::InFlight {
-            elapsed: now.since(record.created),
-            remaining: lease_until.since(now),
-        },
+        RecordState::InFlight { lease_until } if now < *lease_until => {
+            ClaimDecision::InFlight { elapsed: now.since(record.created), remaining: lease_until.since(now) }
+        }
         // A takeover runs the request again, so only the same request may do it: another one is a mismatch.
         RecordState::InFlight { .. }
             if terms.on_abandoned == OnAbandoned::Takeover && record.fingerprint == terms.fingerprint =>

@@ -234,7 +234,8 @@ impl Problem {
             | Self::StoreFull
             | Self::Misconfigured => None,
         };
-        let original_status = if let Self::ResponseNotKept { status, .. } = &self { Some(*status) } else { None };
+        let original_status =
+            if let Self::ResponseNotKept { status, .. } = &self { Some(*status) } else { None };
         let body =
             Body { r#type: &type_uri, title: self.title(), status, detail: &detail, reason, original_status };
         // Strings and numbers always serialize; an empty body would still carry the status and the type header.
@@ -286,7 +287,8 @@ pub fn retry_after_seconds(
     elapsed: std::time::Duration,
     remaining: std::time::Duration,
 ) -> u64 {
-    let millis = usual.saturating_sub(elapsed).min(remaining).min(std::time::Duration::from_secs(30)).as_millis();
+    let millis =
+        usual.saturating_sub(elapsed).min(remaining).min(std::time::Duration::from_secs(30)).as_millis();
     u64::try_from(millis.div_ceil(1000)).unwrap_or(30).max(1)
 }
 
@@ -327,7 +329,8 @@ mod tests {
 
     #[test]
     fn a_refusal_is_a_problem_with_type_link_and_mark() {
-        let reply = Problem::InFlight { retry_after: 3 }.into_reply(&statuses(), "https://docs.example/problems/");
+        let reply =
+            Problem::InFlight { retry_after: 3 }.into_reply(&statuses(), "https://docs.example/problems/");
         let headers = HeaderBlock::parse(reply.headers.clone()).unwrap();
         assert_eq!(reply.status, 409);
         assert_eq!(headers.first("content-type"), Some(&b"application/problem+json"[..]));

@@ -123,7 +123,9 @@ impl Outbox {
                 let tombstone = ResponseEncoder::tombstone(status, []).unwrap_or_default();
                 Write::Complete { response: Rc::from(tombstone), record_ttl }
             }
-            write @ (Write::Complete { .. } | Write::Renew { .. } | Write::Fail { .. } | Write::Release) => write,
+            write @ (Write::Complete { .. } | Write::Renew { .. } | Write::Fail { .. } | Write::Release) => {
+                write
+            }
         }
     }
 }

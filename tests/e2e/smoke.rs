@@ -18,7 +18,8 @@ async fn the_first_request_runs_and_the_retry_is_replayed() {
         assert_eq!(first.header("idempotent-replayed"), None);
         assert_eq!(retry.header("idempotent-replayed"), Some("true"));
         assert_eq!(origin.executions_of(&key), 1);
-        let other = send_once(envoy.addr(), proto, &Request::post("/pay").key(&key).body("amount=2")).await.unwrap();
+        let other =
+            send_once(envoy.addr(), proto, &Request::post("/pay").key(&key).body("amount=2")).await.unwrap();
         assert_eq!((other.status, other.problem_type().as_deref()), (422, Some("mismatch")));
         assert_eq!(origin.executions_of(&key), 1);
     }

@@ -145,7 +145,8 @@ fn a_not_processed_status_gives_the_claim_back() {
 #[test]
 fn a_503_that_a_sidecar_made_for_a_lost_request_is_unknown() {
     let mut world = world();
-    let text = "upstream connect error or disconnect/reset before headers. reset reason: connection termination";
+    let text =
+        "upstream connect error or disconnect/reset before headers. reset reason: connection termination";
     complete(&mut world, 503, text);
     assert!(world.post("b").refused_as(424, "failed"));
     assert_eq!(world.count(Counter::RetainedIntermediary), 1);
@@ -430,8 +431,7 @@ fn a_body_that_keeps_coming_is_not_late() {
 #[test]
 fn a_body_over_the_limit_is_refused_before_any_claim() {
     let mut world = World::new(json!({"max_request_body_bytes": 8}));
-    let announced =
-        [("idempotency-key", "k"), ("x-account-id", "alice"), ("content-length", "9")];
+    let announced = [("idempotency-key", "k"), ("x-account-id", "alice"), ("content-length", "9")];
     assert!(world.head(&announced, false).refused_as(413, "payload-too-large"));
     let mut trip = world.head(&[("idempotency-key", "k"), ("x-account-id", "alice")], false);
     world.feed(&mut trip, Event::RequestBody { chunk: b"12345678", end: false });

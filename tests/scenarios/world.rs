@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use idempotency::clock::Timestamp;
 use idempotency::config;
-use idempotency::exchange::{Effect, Event, Exchange, Gate, Handover, Io, StoreAnswer, StoreOp, Worker, drive};
+use idempotency::exchange::{
+    Effect, Event, Exchange, Gate, Handover, Io, StoreAnswer, StoreOp, Worker, drive,
+};
 use idempotency::headers::{Attributes, HeaderBlock, RequestHead};
 use idempotency::key::StoreKey;
 use idempotency::metrics::Counter;
@@ -212,13 +214,8 @@ impl World {
         let pseudo = [(":method", "POST"), (":authority", "api.example.com"), (":path", "/pay")];
         let block = HeaderBlock::from_pairs(pseudo.iter().chain(headers).copied());
         let worker = Rc::clone(&self.worker);
-        let covered = decide_coverage(
-            &worker.config.rules,
-            b"POST",
-            b"api.example.com",
-            b"/pay",
-            &RouteOverride::None,
-        );
+        let covered =
+            decide_coverage(&worker.config.rules, b"POST", b"api.example.com", b"/pay", &RouteOverride::None);
         let Coverage::Covered(rule) = covered else { panic!("not covered: {covered:?}") };
         self.owners += 1;
         let owner = Owner::from_bytes([self.owners; 16]);
@@ -333,7 +330,9 @@ impl Io for WorldIo<'_> {
                     *counters.entry(counter).or_default() += 1;
                 });
             }
-            Effect::Reply(reply) => assert!(trip.reply.replace(reply).is_none(), "at most one reply a stream"),
+            Effect::Reply(reply) => {
+                assert!(trip.reply.replace(reply).is_none(), "at most one reply a stream")
+            }
             Effect::RemoveRequestHeader(name) => trip.removed_headers.push(name.to_owned()),
             Effect::SetRequestHeader(name, value) => {
                 trip.request_headers.insert(name.to_owned(), value);

@@ -44,7 +44,11 @@ fn any_operation() -> impl Strategy<Value = Operation> {
 
 fn any_turn() -> impl Strategy<Value = Turn> {
     let millis = prop_oneof![6 => 0u64..20_000, 2 => 0u64..100_000, 1 => Just(LIFE.as_millis() as u64)];
-    (0usize..3, millis, any_operation()).prop_map(|(worker, millis, operation)| Turn { worker, millis, operation })
+    (0usize..3, millis, any_operation()).prop_map(|(worker, millis, operation)| Turn {
+        worker,
+        millis,
+        operation,
+    })
 }
 
 proptest! {

@@ -14,7 +14,8 @@ const MEBIBYTE: u64 = 1 << 20;
 #[test]
 fn the_same_table_is_opened_again_with_all_it_holds() {
     let cas = FakeCas::default();
-    let mut store = SharedDataStore::open(cas.clone(), "n", &config(100, MEBIBYTE, WhenFull::Reject)).unwrap();
+    let mut store =
+        SharedDataStore::open(cas.clone(), "n", &config(100, MEBIBYTE, WhenFull::Reject)).unwrap();
     claim(1, 1).run(&mut store, at(0));
     // Neither the bound nor what happens when full is the table's shape.
     let other = config(100, 2 * MEBIBYTE, WhenFull::EvictCompleted);
@@ -30,7 +31,9 @@ fn another_geometry_under_a_known_namespace_is_refused_with_the_ways_out() {
     let error = SharedDataStore::open(cas.clone(), "orders", &config(4_000, 4 * MEBIBYTE, WhenFull::Reject));
     let message = error.unwrap_err().to_string();
     let (held, wanted) = (Geometry::for_records(1_000), Geometry::for_records(4_000));
-    for part in ["orders", "1000", "4000", &held.to_string(), &wanted.to_string(), "restart Envoy", "`namespace`"] {
+    for part in
+        ["orders", "1000", "4000", &held.to_string(), &wanted.to_string(), "restart Envoy", "`namespace`"]
+    {
         assert!(message.contains(part), "{part:?} is not in: {message}");
     }
     SharedDataStore::open(cas, "orders-2", &config(4_000, 4 * MEBIBYTE, WhenFull::Reject)).unwrap();
@@ -81,7 +84,8 @@ fn a_geometry_that_cannot_be_read_is_never_started_over() {
 fn an_index_beyond_max_bytes_is_refused_with_both_numbers() {
     let index = Geometry::for_records(1_000).index_bytes();
     let open = |max_bytes| {
-        SharedDataStore::open(FakeCas::default(), "n", &config(1_000, max_bytes, WhenFull::Reject)).map(|_| ())
+        SharedDataStore::open(FakeCas::default(), "n", &config(1_000, max_bytes, WhenFull::Reject))
+            .map(|_| ())
     };
     let message = open(index).unwrap_err().to_string();
     assert!(message.contains(&format!("max_bytes {index}")), "{message}");
@@ -93,7 +97,8 @@ fn an_index_beyond_max_bytes_is_refused_with_both_numbers() {
 #[test]
 fn a_bucket_that_cannot_be_read_refuses_and_is_left_alone() {
     let cas = FakeCas::default();
-    let mut store = SharedDataStore::open(cas.clone(), "n", &config(4, MEBIBYTE, WhenFull::EvictCompleted)).unwrap();
+    let mut store =
+        SharedDataStore::open(cas.clone(), "n", &config(4, MEBIBYTE, WhenFull::EvictCompleted)).unwrap();
     claim(1, 1).run(&mut store, at(0));
     let name = cas.names().into_iter().find(|name| name.contains(":b")).unwrap();
     let sound = cas.get(&name).unwrap();

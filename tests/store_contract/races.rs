@@ -39,7 +39,14 @@ fn scenes() -> Vec<Scene> {
         scene(vec![first(), (write(1, 1, fail()), at(1))], 2),
         scene(vec![first(), (complete(1, 1, &response(1, 40)), at(1))], life + 1),
         scene(vec![first()], life),
-        scene(vec![(claim(2, 1), at(0)), (complete(2, 1, &response(9, 70)), at(0)), (claim(1, 1), at(life - 1))], life),
+        scene(
+            vec![
+                (claim(2, 1), at(0)),
+                (complete(2, 1, &response(9, 70)), at(0)),
+                (claim(1, 1), at(life - 1)),
+            ],
+            life,
+        ),
     ]
 }
 
@@ -212,9 +219,10 @@ fn of_two_claims_exactly_one_is_claimed() {
     for scene in scenes().into_iter().filter(|scene| scene.before.len() < 2) {
         for step in 0.. {
             let Some(outcome) = race(&scene, &claim(1, 11), &[(step, &claim(1, 12))]) else { break };
-            let claimed = outcome.replies.iter().filter(|reply| {
-                matches!(reply, Reply::Claim(Ok(ClaimReply::Claimed { .. })))
-            });
+            let claimed = outcome
+                .replies
+                .iter()
+                .filter(|reply| matches!(reply, Reply::Claim(Ok(ClaimReply::Claimed { .. }))));
             let live = scene.now == at(1);
             assert_eq!(claimed.count(), usize::from(!live), "{scene:?} {step}: {outcome:?}");
         }
@@ -230,7 +238,9 @@ fn a_stale_completion_never_overwrites_the_new_owners_bytes() {
     let mut stale_replies = 0;
     for step in 0..20 {
         for later in step..20 {
-            let Some(outcome) = race(scene, &stale, &[(step, &takeover), (later, &completion)]) else { continue };
+            let Some(outcome) = race(scene, &stale, &[(step, &takeover), (later, &completion)]) else {
+                continue;
+            };
             let kept = match &outcome.replies[0] {
                 Reply::Write(Ok(WriteReply::Applied)) => &first,
                 Reply::Write(Ok(WriteReply::Stale)) => {
@@ -240,7 +250,9 @@ fn a_stale_completion_never_overwrites_the_new_owners_bytes() {
                 other => panic!("{other:?}"),
             };
             for answer in [&outcome.after[0], &outcome.after[2]] {
-                let Reply::Claim(Ok(ClaimReply::Completed { response, .. })) = answer else { panic!("{answer:?}") };
+                let Reply::Claim(Ok(ClaimReply::Completed { response, .. })) = answer else {
+                    panic!("{answer:?}")
+                };
                 assert_eq!(response.as_slice(), &**kept);
             }
         }
@@ -263,7 +275,10 @@ fn a_lost_swap_changes_no_reply() {
                 handle.reset();
                 let after = answers(&mut *others.borrow_mut(), scene.now);
                 let found = Outcome { replies: vec![reply], after };
-                assert!(expected.contains(&found), "{scene:?}\n{operation:?}\n{found:?}\nis not {expected:?}");
+                assert!(
+                    expected.contains(&found),
+                    "{scene:?}\n{operation:?}\n{found:?}\nis not {expected:?}"
+                );
             }
         }
     }

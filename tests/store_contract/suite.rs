@@ -343,7 +343,9 @@ fn a_completed_record_expires_from_its_completion(subject: &mut dyn Subject) {
 
 // B10: an empty body is a body.
 fn empty_and_falsy_bodies_are_kept(subject: &mut dyn Subject) {
-    for (status, body) in [(204, &b""[..]), (201, b""), (200, b"\"\""), (200, b"0"), (200, b"null"), (200, b"{}")] {
+    for (status, body) in
+        [(204, &b""[..]), (201, b""), (200, b"\"\""), (200, b"0"), (200, b"null"), (200, b"{}")]
+    {
         let key = fresh_key();
         let response = response(status, body);
         Caller::of(key).claimed(subject, 1).apply(subject, &complete(&response));

@@ -181,7 +181,9 @@ mod tests {
     #[test]
     fn overflow_chance_is_the_poisson_tail() {
         // Computed with exact fractions.
-        for (mean, tail) in [(8.0, 2.323_575_229_6e-36), (32.0, 2.012_602_759_0e-7), (50.0, 2.360_321_267_7e-2)] {
+        for (mean, tail) in
+            [(8.0, 2.323_575_229_6e-36), (32.0, 2.012_602_759_0e-7), (50.0, 2.360_321_267_7e-2)]
+        {
             let found = overflow_chance(mean);
             assert!((found / tail - 1.0).abs() < 1e-9, "{mean}: {found:e} instead of {tail:e}");
         }
@@ -201,6 +203,49 @@ mod tests {
                 }
             }
             assert!(seen.into_iter().all(|seen| seen));
+        }
+    }
+
+    /// The bound is on a chance, so it is tried: tables of several sizes, filled with random keys to their first
+    /// refusal.
+    #[test]
+    fn max_records_random_keys_fit_but_for_one_chance_in_a_thousand() {
+        let mut state: u64 = 1;
+        for (max_records, trials) in
+            [(65, 4_000u32), (200, 4_000), (1_000, 2_000), (20_000, 100), (131_072, 10)]
+        {
+            let geometry = Geometry::for_records(max_records);
+            let (mut early, mut held, mut least) = (0, 0, u64::MAX);
+            for _ in 0..trials {
+                let mut loads = vec![0; geometry.buckets() as usize];
+                let mut records = 0;
+                loop {
+                    let mut key = [0; 32];
+                    // splitmix64
+                    state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+                    let word = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+                    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+                    key[24..].copy_from_slice(&(word ^ (word >> 31)).to_le_bytes());
+                    let load = &mut loads[geometry.bucket_of(&StoreKey::from_bytes(key)) as usize];
+                    if *load == geometry.ways() {
+                        break;
+                    }
+                    *load += 1;
+                    records += 1;
+                }
+                early += u32::from(records < u64::from(max_records));
+                held += records;
+                least = least.min(records);
+            }
+            let held = held / u64::from(trials);
+            println!(
+                "{max_records}: {early} of {trials} refused early; first refusal after {least}, {held} on average"
+            );
+            // Five times the bound would come once in a million runs; the seed is fixed.
+            assert!(
+                f64::from(early) <= 5.0 * REFUSAL_CHANCE * f64::from(trials),
+                "{max_records}: {early} of {trials}"
+            );
         }
     }
 }
