@@ -106,8 +106,12 @@ const TIMEOUTS: [&[u8]; 6] = [
 const RESETS: [&[u8]; 3] =
     [b"upstream_max_stream_duration_reached", b"max_duration_timeout", b"protocol_error"];
 
-/// `CoreResponseFlag::DownstreamConnectionTermination`.
-const FLAG_DOWNSTREAM_CONNECTION_TERMINATION: u64 = 0x4000;
+/// `CoreResponseFlag::DownstreamConnectionTermination`, `DownstreamProtocolError` and `DownstreamRemoteReset`: a
+/// connection that closed, one that Envoy closed because of what came on it, and a stream that was reset.
+const FLAGS_CLIENT_GONE: u64 = 1 << 14 | 1 << 18 | 1 << 28;
+
+/// What an HTTP/2 or HTTP/3 codec says of a stream that the client reset.
+const RESETS_BY_CLIENT: [&[u8]; 2] = [b"http2.remote_reset", b"http3.remote_reset"];
 
 /// Tells who made a response.
 ///
@@ -157,7 +161,10 @@ pub fn closed_reason(facts: &ClosingFacts<'_>, response_started: bool) -> Reason
     if details == b"internal_redirect" {
         return Reason::Redirected;
     }
-    if facts.flags & FLAG_DOWNSTREAM_CONNECTION_TERMINATION != 0 || details.starts_with(b"downstream_") {
+    if facts.flags & FLAGS_CLIENT_GONE != 0
+        || details.starts_with(b"downstream_")
+        || RESETS_BY_CLIENT.contains(&details)
+    {
         return Reason::ClientGone;
     }
     if response_started {
@@ -340,6 +347,9 @@ mod tests {
         };
         assert_eq!(closed("downstream_remote_disconnect", 0x4000, false), Reason::ClientGone);
         assert_eq!(closed("http2.remote_reset", 0x4000, true), Reason::ClientGone);
+        assert_eq!(closed("http2.remote_reset", 0, false), Reason::ClientGone);
+        assert_eq!(closed("http2.remote_reset", 0x1000_0000, false), Reason::ClientGone);
+        assert_eq!(closed("codec_error", 0x4_0000, false), Reason::ClientGone);
         assert_eq!(
             closed("upstream_reset_after_response_started{connection_termination}", 0, true),
             Reason::Truncated
