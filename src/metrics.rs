@@ -101,6 +101,8 @@ metrics! {
         OutboxQueued = "outbox_queued",
         /// Writes given up when their record's time was over, or as the root went.
         OutboxDropped = "outbox_dropped",
+        /// Writes that another root of the same store takes over from one that went.
+        OutboxSpilled = "outbox_spilled",
         /// Claims handed over at an internal redirect.
         HandedOver = "handed_over",
         /// Unprotected: gRPC.

@@ -256,7 +256,15 @@ pub fn is_intermediary_failure(body: &[u8]) -> bool {
 /// Whether a head alone leaves open who made the response: an Envoy's text that has not arrived yet.
 #[must_use]
 pub fn may_be_intermediary(server: Option<&[u8]>, content_type: Option<&[u8]>) -> bool {
-    server == Some(b"envoy") && content_type.is_some_and(|value| value.starts_with(b"text/plain"))
+    // A mesh's proxies call themselves "istio-envoy".
+    server.is_some_and(|value| value.ends_with(b"envoy"))
+        && content_type.is_some_and(|value| value.starts_with(b"text/plain"))
+}
+
+/// Whether the beginning of a body may still become the text of an Envoy.
+#[must_use]
+pub fn may_become_intermediary(body: &[u8]) -> bool {
+    std::iter::once(&ENVOY_RESET_TEXT).chain(&ENVOY_TIMEOUT_TEXTS).any(|text| text.starts_with(body))
 }
 
 /// The word between the prefix's brace and the next `|` or `}`.

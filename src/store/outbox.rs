@@ -1,35 +1,56 @@
 //! Writes that a store did not take: kept, and tried again until they are applied or stale.
 //!
-//! A failed store write never frees its claim. Memory is bounded: over the byte limit a response degrades to a
-//! tombstone; over the entry limit a write is dropped and counted, and its claim ends by its lease.
+//! A failed store write never frees its claim, so its lease is renewed meanwhile. Memory is bounded: over the byte
+//! limit a response degrades to a tombstone; over the entry limit a write is dropped and counted, and its claim ends
+//! by its lease. What is left when a root goes is [`spilled`](Outbox::spill) for another root of the same store.
 
-use std::collections::VecDeque;
+mod spill;
+
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::{Hold, Store, Write, WriteReply};
+use super::{Hold, Store, StoreError, Write, WriteReply};
 use crate::clock::Timestamp;
 use crate::config::Rule;
 use crate::metrics::Counter;
+use crate::record::Reason;
 use crate::record::codec::{ResponseEncoder, StoredResponse};
+use crate::reply::replay::is_kept_by_tombstones;
 
 const MAX_ENTRIES: usize = 16_384;
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-#[derive(Debug)]
+/// Names an entry while an operation of its is out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct EntryId(u64);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Entry {
     hold: Hold,
     write: Write,
+    lock_ttl: Duration,
+    record_ttl: Duration,
     next_try: Timestamp,
     pause: Duration,
+    renew_at: Timestamp,
     give_up: Timestamp,
+    out: Out,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Out {
+    Nothing,
+    Write,
+    Renewal,
 }
 
 /// The writes of one worker that are still to be applied.
 #[derive(Debug)]
 pub struct Outbox {
-    entries: VecDeque<Entry>,
+    entries: BTreeMap<EntryId, Entry>,
+    next_id: u64,
     bytes: u64,
     max_bytes: u64,
 }
@@ -38,7 +59,7 @@ impl Outbox {
     /// An empty outbox that holds at most `max_bytes` of responses.
     #[must_use]
     pub const fn new(max_bytes: u64) -> Self {
-        Self { entries: VecDeque::new(), bytes: 0, max_bytes }
+        Self { entries: BTreeMap::new(), next_id: 0, bytes: 0, max_bytes }
     }
 
     /// How many writes wait.
@@ -53,12 +74,25 @@ impl Outbox {
         self.entries.is_empty()
     }
 
-    /// Takes a write. What it counts goes to `count`.
+    /// Takes a write. What it counts goes to `count`. Over the entry limit it is dropped: the claim then ends by its
+    /// lease.
     pub fn push(
         &mut self,
         hold: Hold,
         write: Write,
         rule: &Rc<Rule>,
+        now: Timestamp,
+        count: &mut dyn FnMut(Counter),
+    ) {
+        self.insert(hold, write, rule.lock_ttl, rule.record_ttl, now, count);
+    }
+
+    fn insert(
+        &mut self,
+        hold: Hold,
+        write: Write,
+        lock_ttl: Duration,
+        record_ttl: Duration,
         now: Timestamp,
         count: &mut dyn FnMut(Counter),
     ) {
@@ -69,49 +103,97 @@ impl Outbox {
         let write = self.fit(write, count);
         self.bytes = self.bytes.saturating_add(held_bytes(&write));
         count(Counter::OutboxQueued);
-        self.entries.push_back(Entry {
+        let entry = Entry {
             hold,
             write,
+            lock_ttl,
+            record_ttl,
             next_try: now,
             pause: FIRST_PAUSE,
-            give_up: now.after(rule.record_ttl),
-        });
+            renew_at: now.after(lock_ttl / 3),
+            give_up: now.after(record_ttl),
+            out: Out::Nothing,
+        };
+        self.entries.insert(EntryId(self.next_id), entry);
+        self.next_id = self.next_id.wrapping_add(1);
     }
 
-    /// Tries every write that is due.
-    pub fn flush(&mut self, store: &mut dyn Store, now: Timestamp, count: &mut dyn FnMut(Counter)) {
-        for _ in 0..self.entries.len() {
-            let Some(mut entry) = self.entries.pop_front() else { return };
-            if entry.next_try > now {
-                self.entries.push_back(entry);
-                continue;
+    /// The next operation that is due; it is out from then on, until [`Self::settle`].
+    pub fn take_due(&mut self, now: Timestamp) -> Option<(EntryId, Hold, Write)> {
+        let (id, entry) =
+            self.entries.iter_mut().find(|(_, entry)| entry.out == Out::Nothing && entry.is_due(now))?;
+        // A write that fails every time must not starve its lease.
+        let write = if entry.needs_renewal(now) {
+            entry.out = Out::Renewal;
+            Write::Renew { lock_ttl: entry.lock_ttl, record_ttl: entry.record_ttl }
+        } else {
+            entry.out = Out::Write;
+            entry.write.clone()
+        };
+        Some((*id, entry.hold, write))
+    }
+
+    /// What came of an operation that [`Self::take_due`] gave out.
+    pub fn settle(
+        &mut self,
+        id: EntryId,
+        answer: Result<WriteReply, StoreError>,
+        now: Timestamp,
+        count: &mut dyn FnMut(Counter),
+    ) {
+        let Some(entry) = self.entries.get_mut(&id) else { return };
+        let renewal = entry.out == Out::Renewal;
+        entry.out = Out::Nothing;
+        match answer {
+            Ok(WriteReply::Stale) => {
+                count(Counter::StaleWrites);
+                self.forget(id);
             }
-            match store.write(&entry.hold, &entry.write, now) {
-                Ok(WriteReply::Applied) => self.forget(&entry),
-                Ok(WriteReply::AppliedAsTombstone) => {
-                    count(Counter::Tombstones);
-                    self.forget(&entry);
-                }
-                Ok(WriteReply::Stale) => {
-                    count(Counter::StaleWrites);
-                    self.forget(&entry);
-                }
-                Err(_) if now >= entry.give_up => {
-                    count(Counter::OutboxDropped);
-                    self.forget(&entry);
-                }
-                Err(_) => {
-                    count(Counter::StoreErrors);
-                    entry.next_try = now.after(entry.pause);
-                    entry.pause = entry.pause.saturating_mul(2).min(LONGEST_PAUSE);
-                    self.entries.push_back(entry);
-                }
+            Ok(WriteReply::Applied | WriteReply::AppliedAsTombstone) if renewal => {
+                entry.renew_at = now.after(entry.lock_ttl / 3);
+            }
+            Ok(WriteReply::Applied) => self.forget(id),
+            Ok(WriteReply::AppliedAsTombstone) => {
+                count(Counter::Tombstones);
+                self.forget(id);
+            }
+            Err(_) if now >= entry.give_up => {
+                count(Counter::OutboxDropped);
+                self.forget(id);
+            }
+            Err(_) if renewal => {
+                count(Counter::StoreErrors);
+                entry.renew_at = now.after(entry.pause);
+            }
+            Err(_) => {
+                count(Counter::StoreErrors);
+                entry.next_try = now.after(entry.pause);
+                entry.pause = entry.pause.saturating_mul(2).min(LONGEST_PAUSE);
             }
         }
     }
 
-    fn forget(&mut self, entry: &Entry) {
-        self.bytes = self.bytes.saturating_sub(held_bytes(&entry.write));
+    /// Makes every write due: there will be no later.
+    pub fn hurry(&mut self, now: Timestamp) {
+        for entry in self.entries.values_mut() {
+            entry.next_try = now;
+            entry.renew_at = now.after(entry.lock_ttl);
+        }
+    }
+
+    /// Tries every write that is due, on a store that answers at once.
+    pub fn flush(&mut self, store: &mut dyn Store, now: Timestamp, count: &mut dyn FnMut(Counter)) {
+        for _ in 0..self.entries.len().saturating_mul(2) {
+            let Some((id, hold, write)) = self.take_due(now) else { return };
+            let answer = store.write(&hold, &write, now);
+            self.settle(id, answer, now, count);
+        }
+    }
+
+    fn forget(&mut self, id: EntryId) {
+        if let Some(entry) = self.entries.remove(&id) {
+            self.bytes = self.bytes.saturating_sub(held_bytes(&entry.write));
+        }
     }
 
     fn fit(&self, write: Write, count: &mut dyn FnMut(Counter)) -> Write {
@@ -119,14 +201,31 @@ impl Outbox {
         match write {
             Write::Complete { response, record_ttl } if !fits => {
                 count(Counter::Tombstones);
-                let status = StoredResponse::decode(&response).map_or(200, |stored| stored.status);
-                let tombstone = ResponseEncoder::tombstone(status, []).unwrap_or_default();
+                let tombstone = StoredResponse::decode(&response).ok().and_then(|stored| {
+                    let lines =
+                        stored.headers.iter().copied().filter(|(name, _)| is_kept_by_tombstones(name));
+                    ResponseEncoder::tombstone(stored.status, lines)
+                });
+                let tombstone = tombstone.unwrap_or_default();
+                if self.bytes.saturating_add(tombstone.len() as u64) > self.max_bytes {
+                    return Write::Fail { reason: Reason::Truncated, failed_ttl: record_ttl };
+                }
                 Write::Complete { response: Rc::from(tombstone), record_ttl }
             }
             write @ (Write::Complete { .. } | Write::Renew { .. } | Write::Fail { .. } | Write::Release) => {
                 write
             }
         }
+    }
+}
+
+impl Entry {
+    fn is_due(&self, now: Timestamp) -> bool {
+        self.next_try <= now || self.needs_renewal(now)
+    }
+
+    fn needs_renewal(&self, now: Timestamp) -> bool {
+        self.renew_at <= now && self.write != Write::Release
     }
 }
 

@@ -131,6 +131,35 @@ fn nothing_is_left_of_a_dead_worker_when_its_record_is_gone() {
 }
 
 #[test]
+fn a_stale_completion_takes_its_bytes_and_its_reservation_back() {
+    let config = table_with_room_for(1, 100, WhenFull::Reject);
+    let mut stale = 0;
+    for step in 0..12 {
+        let cas = FakeCas::default();
+        let mut other = open(&cas, &config);
+        let now = at(LEASE.as_secs());
+        claim(1, 1).run(&mut other, at(0));
+        let handle = cas.another_worker();
+        let mut worker = SharedDataStore::open(handle.clone(), "test", &config).expect("the table opens");
+        let (mut taker, mut left) = (open(&cas, &config), step);
+        handle.before_each_step(move |_, _| {
+            if left == 0 {
+                claim(1, 2).run(&mut taker, now);
+            }
+            left -= 1;
+        });
+        if complete(1, 1, &response(1, 100)).run(&mut worker, now) != Reply::Write(Ok(WriteReply::Stale)) {
+            continue;
+        }
+        stale += 1;
+        assert_eq!(slots_in_use(&cas), Vec::<String>::new(), "step {step}");
+        assert!(applied(&complete(1, 2, &response(2, 100)).run(&mut other, now)), "step {step}");
+        assert!(cas.peak_bytes() <= config.max_bytes);
+    }
+    assert!(stale > 4, "{stale}");
+}
+
+#[test]
 fn a_slot_with_other_bytes_answers_a_tombstone_with_the_status() {
     let config = table_with_room_for(8, 100, WhenFull::Reject);
     let cas = FakeCas::default();
