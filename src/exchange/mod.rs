@@ -44,7 +44,7 @@ use crate::fingerprint::{Fingerprint, FingerprintHasher};
 use crate::headers::RequestHead;
 use crate::key::{StoreKey, parse_key};
 use crate::metrics::Counter;
-use crate::outcome::{ClosingFacts, Outcome, closed_reason};
+use crate::outcome::{ClaimEnd, ClosingFacts, Outcome, claim_end, closed_reason};
 use crate::policy::Bypass;
 use crate::record::codec::StoredResponse;
 use crate::record::{ClaimTerms, Owner, Reason};
@@ -100,6 +100,19 @@ impl Handover {
     pub const fn rule(&self) -> &Rc<Rule> {
         &self.held.rule
     }
+
+    /// How the claim ends when no further pass adopts it, and what counts that.
+    #[must_use]
+    pub fn end_unadopted(&self) -> (Write, Counter) {
+        let rule = self.rule();
+        match claim_end(rule, Outcome::Failed(Reason::Redirected)) {
+            ClaimEnd::Fail(reason) => {
+                (Write::Fail { reason, failed_ttl: rule.failed_ttl }, Counter::retained(reason))
+            }
+            ClaimEnd::Release(released) => (Write::Release, Counter::released(released)),
+            ClaimEnd::Complete => (Write::Release, Counter::UnexpectedEvents),
+        }
+    }
 }
 
 /// A claim that this exchange holds.
@@ -111,6 +124,8 @@ struct Held {
     /// A renewal is out: one operation per key and owner at a time.
     renewing: bool,
     lost: bool,
+    /// An earlier pass was answered with a redirect that Envoy followed, so the upstream has executed.
+    redirected: bool,
 }
 
 /// One request/response exchange.
@@ -367,7 +382,8 @@ impl Exchange {
         if !matches!(state, State::Idle) {
             return unexpected(state, effects);
         }
-        let Handover { held, request_origin, started, protected } = handover;
+        let Handover { mut held, request_origin, started, protected } = handover;
+        held.redirected = true;
         effects.push(Effect::Count(Counter::HandedOver));
         effects.push(Effect::OfferHandover(held.hold.owner));
         State::Forwarded(Box::new(Forwarded { held, request_origin, started, protected }))
@@ -673,7 +689,7 @@ fn forward(
     effects.push(Effect::Publish(line(outcome, &request.rule, hold.attempt, &hold.key)));
     let renew_at = now.after(request.rule.lock_ttl / 3);
     State::Forwarded(Box::new(Forwarded {
-        held: Held { hold, rule: request.rule, renew_at, renewing: false, lost: false },
+        held: Held { hold, rule: request.rule, renew_at, renewing: false, lost: false, redirected: false },
         request_origin: request.origin,
         started: now,
         protected,

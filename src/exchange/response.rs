@@ -348,7 +348,12 @@ impl Exchange {
         holdable: bool,
         effects: &mut Vec<Effect>,
     ) -> State {
-        let Held { hold, rule, renewing, .. } = held;
+        let Held { hold, rule, renewing, redirected, .. } = held;
+        let outcome = match outcome {
+            // True of the last pass only: giving the claim back would run the first again.
+            Outcome::NotSent | Outcome::NotProcessed if redirected => Outcome::Failed(Reason::Redirected),
+            outcome => outcome,
+        };
         let (write, word) = match claim_end(&rule, outcome) {
             ClaimEnd::Complete => {
                 let response = response.unwrap_or_default();

@@ -17,8 +17,8 @@ use super::stream::{Stream, StreamState};
 use crate::clock::Timestamp;
 use crate::config::{self, Config, StoreConfig};
 use crate::exchange::{Event, Handover, Worker};
-use crate::metrics::{Counter, Gauge};
-use crate::record::{Owner, Reason};
+use crate::metrics::Gauge;
+use crate::record::Owner;
 use crate::store::Write;
 use crate::store::outbox::Outbox;
 use crate::store::shared_data::SharedDataStore;
@@ -94,12 +94,15 @@ impl Shared {
         Some(handovers.swap_remove(index).1)
     }
 
-    /// Queues a write that the store did not take.
-    pub fn post(&self, handover: &Handover, write: Write) {
+    /// Queues the end of a claim that no stream holds any more.
+    fn post(&self, handover: &Handover, write: Write) {
         if let Ok(mut outbox) = self.outbox.try_borrow_mut() {
+            let before = outbox.len();
             outbox.push(*handover.hold(), write, handover.rule(), Self::now(), &mut |counter| {
                 self.metrics.count(counter);
             });
+            let added = i64::try_from(outbox.len().saturating_sub(before)).unwrap_or(0);
+            self.metrics.shift(Gauge::Outbox, added);
         }
     }
 
@@ -147,10 +150,10 @@ impl Shared {
                 continue;
             }
             let (_, handover, _) = handovers.swap_remove(index);
-            self.metrics.count(Counter::RetainedRedirected);
+            let (write, counter) = handover.end_unadopted();
+            self.metrics.count(counter);
             self.metrics.shift(Gauge::InFlight, -1);
-            let failed_ttl = handover.rule().failed_ttl;
-            self.post(&handover, Write::Fail { reason: Reason::Redirected, failed_ttl });
+            self.post(&handover, write);
         }
     }
 
@@ -233,7 +236,9 @@ impl Context for Root {
     fn on_done(&mut self) -> bool {
         if let Some(Role::Filter(shared)) = &self.role {
             // Nobody else will: what is left ends by its lease.
-            shared.flush_outbox(Shared::now());
+            let now = Shared::now();
+            shared.expire_handovers(now.after(HANDOVER_WAIT));
+            shared.flush_outbox(now);
         }
         true
     }
