@@ -603,6 +603,22 @@ fn an_internal_redirect_hands_the_claim_to_the_next_pass() {
 }
 
 #[test]
+fn what_the_last_pass_did_not_do_does_not_give_the_first_back() {
+    for details in ["via_upstream", "no_healthy_upstream"] {
+        let mut world = world();
+        let mut first = world.post("b");
+        world.close(&mut first, "internal_redirect", 0);
+        let handover = first.handover.take().expect("handed over");
+        let mut second = world.trip();
+        world.feed(&mut second, Event::Adopted(handover));
+        world.local_head(&mut second, details, None, 503, &[], true);
+        assert_eq!(world.count(Counter::RetainedRedirected), 1, "{details}");
+        assert!(world.post("b").refused_as(424, "failed"), "{details}");
+        assert_eq!(world.count(Counter::Executed), 1, "{details}");
+    }
+}
+
+#[test]
 fn envoys_own_reply_while_the_body_arrives_claims_nothing() {
     let mut world = world();
     let mut trip = world.head(&[("idempotency-key", "k"), ("x-account-id", "alice")], false);
