@@ -106,8 +106,12 @@ const TIMEOUTS: [&[u8]; 6] = [
 const RESETS: [&[u8]; 3] =
     [b"upstream_max_stream_duration_reached", b"max_duration_timeout", b"protocol_error"];
 
-/// `CoreResponseFlag::DownstreamConnectionTermination`.
-const FLAG_DOWNSTREAM_CONNECTION_TERMINATION: u64 = 0x4000;
+/// `CoreResponseFlag::DownstreamConnectionTermination`, `DownstreamProtocolError` and `DownstreamRemoteReset`: a
+/// connection that closed, one that Envoy closed because of what came on it, and a stream that was reset.
+const FLAGS_CLIENT_GONE: u64 = 1 << 14 | 1 << 18 | 1 << 28;
+
+/// What an HTTP/2 or HTTP/3 codec says of a stream that the client reset.
+const RESETS_BY_CLIENT: [&[u8]; 2] = [b"http2.remote_reset", b"http3.remote_reset"];
 
 /// Tells who made a response.
 ///
@@ -157,7 +161,10 @@ pub fn closed_reason(facts: &ClosingFacts<'_>, response_started: bool) -> Reason
     if details == b"internal_redirect" {
         return Reason::Redirected;
     }
-    if facts.flags & FLAG_DOWNSTREAM_CONNECTION_TERMINATION != 0 || details.starts_with(b"downstream_") {
+    if facts.flags & FLAGS_CLIENT_GONE != 0
+        || details.starts_with(b"downstream_")
+        || RESETS_BY_CLIENT.contains(&details)
+    {
         return Reason::ClientGone;
     }
     if response_started {
@@ -249,7 +256,15 @@ pub fn is_intermediary_failure(body: &[u8]) -> bool {
 /// Whether a head alone leaves open who made the response: an Envoy's text that has not arrived yet.
 #[must_use]
 pub fn may_be_intermediary(server: Option<&[u8]>, content_type: Option<&[u8]>) -> bool {
-    server == Some(b"envoy") && content_type.is_some_and(|value| value.starts_with(b"text/plain"))
+    // A mesh's proxies call themselves "istio-envoy".
+    server.is_some_and(|value| value.ends_with(b"envoy"))
+        && content_type.is_some_and(|value| value.starts_with(b"text/plain"))
+}
+
+/// Whether the beginning of a body may still become the text of an Envoy.
+#[must_use]
+pub fn may_become_intermediary(body: &[u8]) -> bool {
+    std::iter::once(&ENVOY_RESET_TEXT).chain(&ENVOY_TIMEOUT_TEXTS).any(|text| text.starts_with(body))
 }
 
 /// The word between the prefix's brace and the next `|` or `}`.
@@ -340,6 +355,9 @@ mod tests {
         };
         assert_eq!(closed("downstream_remote_disconnect", 0x4000, false), Reason::ClientGone);
         assert_eq!(closed("http2.remote_reset", 0x4000, true), Reason::ClientGone);
+        assert_eq!(closed("http2.remote_reset", 0, false), Reason::ClientGone);
+        assert_eq!(closed("http2.remote_reset", 0x1000_0000, false), Reason::ClientGone);
+        assert_eq!(closed("codec_error", 0x4_0000, false), Reason::ClientGone);
         assert_eq!(
             closed("upstream_reset_after_response_started{connection_termination}", 0, true),
             Reason::Truncated

@@ -213,6 +213,8 @@ fn spawn(root: &Path, binary: &Path, configuration: &Path, admin_file: &Path, lo
         .arg(configuration)
         .args(["--concurrency", &WORKERS.to_string()])
         .args(["--log-level", "warning", "--component-log-level", "wasm:info", "--disable-hot-restart"])
+        // The access log is for reading along.
+        .args(["--file-flush-interval-msec", "100"])
         .arg("--admin-address-path")
         .arg(admin_file)
         .stdin(Stdio::null())

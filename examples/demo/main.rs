@@ -60,12 +60,16 @@ fn run() -> Fallible<bool> {
     signals::block()?;
     let service = Service::start()?;
     let envoy = Arc::new(Envoy::start(&root, binary.as_ref(), port, service.port())?);
-    let passed = Arc::new(AtomicBool::new(false));
+    let stage = Arc::new(Stage::default());
     {
-        let (envoy, passed) = (Arc::clone(&envoy), Arc::clone(&passed));
+        // Weak, so that a panic of this thread ends Envoy too.
+        let (envoy, stage) = (Arc::downgrade(&envoy), Arc::clone(&stage));
         signals::on_stop(move || {
-            envoy.stop();
-            if passed.load(Ordering::Relaxed) { 0 } else { 130 }
+            stage.stopped.store(true, Ordering::Relaxed);
+            if let Some(envoy) = envoy.upgrade() {
+                envoy.stop();
+            }
+            if stage.told.load(Ordering::Relaxed) { 0 } else { 130 }
         })?;
     }
 
@@ -73,6 +77,9 @@ fn run() -> Fallible<bool> {
     introduce(&page, &envoy, &service);
     let client = Client::new(envoy.port());
     let result = Story::new(&client, &service, &mut page).tell();
+    if stage.stopped.load(Ordering::Relaxed) {
+        leave_it_to_the_signal();
+    }
     let told = match &result {
         Ok(()) => page.conclude(&envoy.counters()),
         Err(error) => {
@@ -83,15 +90,31 @@ fn run() -> Fallible<bool> {
     if !told {
         eprintln!("\nThe end of Envoy's log:\n{}", envoy.log_tail());
     } else if !once {
-        passed.store(true, Ordering::Relaxed);
+        stage.told.store(true, Ordering::Relaxed);
         invite(&page, &envoy);
         while envoy.is_running() {
             std::thread::sleep(Duration::from_millis(500));
         }
+        if stage.stopped.load(Ordering::Relaxed) {
+            leave_it_to_the_signal();
+        }
         return Err(format!("Envoy stopped by itself; the end of its log:\n{}", envoy.log_tail()).into());
     }
-    envoy.stop();
     Ok(told)
+}
+
+/// How far the demo has come.
+#[derive(Default)]
+struct Stage {
+    told: AtomicBool,
+    stopped: AtomicBool,
+}
+
+/// The signal's thread is about to end the process.
+fn leave_it_to_the_signal() -> ! {
+    loop {
+        std::thread::park();
+    }
 }
 
 /// An environment variable that is set and not empty.

@@ -59,7 +59,7 @@ impl Page {
             .collect();
         let tint = if answer.status < 400 { "32" } else { "33" };
         println!(
-            "    < {count}{status}  {headers:<39}  {body}",
+            "    < {count}{status}  {headers:<53}  {body}",
             status = self.paint(tint, &answer.status.to_string()),
             headers = headers.join("  "),
             body = summary(&answer.message.body)

@@ -160,7 +160,8 @@ impl State {
         }
     }
 
-    /// Charges: the side effect that must not happen twice. Also says the how-manieth run of the key it is.
+    /// The work that must not be done twice: counted, and given a payment of its own. Also tells which run of the
+    /// key it is, from 1.
     fn execute(&self, request: &Message) -> (Response, u32) {
         let name = |header| request.header(header).unwrap_or("-").to_owned();
         let sent: Value = serde_json::from_slice(&request.body).unwrap_or_default();

@@ -8,8 +8,8 @@ use super::{SharedDataConfig, StoreConfig, WhenFull};
 
 pub(super) const EXPECTED: &str = "an object with one store, such as {\"shared_data\": {}}";
 
-/// What one record takes at least: an index entry of about 160 bytes, and as much room again so that the table
-/// doesn't refuse early.
+/// What one record takes at least: an index entry of 112 bytes, as much room again so that the table doesn't refuse
+/// early, and some for its response.
 const INDEX_BYTES_PER_RECORD: u64 = 320;
 
 const MAX_RECORDS: u64 = 131_072;

@@ -48,7 +48,7 @@ use crate::fingerprint::{Fingerprint, FingerprintHasher};
 use crate::headers::RequestHead;
 use crate::key::{StoreKey, parse_key};
 use crate::metrics::Counter;
-use crate::outcome::{ClosingFacts, Outcome, closed_reason};
+use crate::outcome::{ClaimEnd, ClosingFacts, Outcome, claim_end, closed_reason};
 use crate::policy::Bypass;
 use crate::record::codec::StoredResponse;
 use crate::record::{ClaimTerms, Owner, Reason};
@@ -105,6 +105,19 @@ impl Handover {
     pub const fn rule(&self) -> &Rc<Rule> {
         &self.held.rule
     }
+
+    /// How the claim ends when no further pass adopts it, and what counts that.
+    #[must_use]
+    pub fn end_unadopted(&self) -> (Write, Counter) {
+        let rule = self.rule();
+        match claim_end(rule, Outcome::Failed(Reason::Redirected)) {
+            ClaimEnd::Fail(reason) => {
+                (Write::Fail { reason, failed_ttl: rule.failed_ttl }, Counter::retained(reason))
+            }
+            ClaimEnd::Release(released) => (Write::Release, Counter::released(released)),
+            ClaimEnd::Complete => (Write::Release, Counter::UnexpectedEvents),
+        }
+    }
 }
 
 /// A claim that this exchange holds.
@@ -116,6 +129,9 @@ struct Held {
     /// A renewal is out: one operation per key and owner at a time.
     renewing: bool,
     lost: bool,
+    /// Why the upstream may have executed before the answer that ends this: a redirect that Envoy followed, or an
+    /// earlier attempt of the route's retries. Such a claim is never given back as not processed.
+    ran_before: Option<Reason>,
 }
 
 /// One request/response exchange.
@@ -394,6 +410,11 @@ impl Exchange {
             Ok(Some(key)) => key,
             Ok(None) => match rule.missing_key {
                 MissingKey::Pass => {
+                    remove_marks(
+                        head.headers.first(ATTEMPT_HEADER).is_some(),
+                        head.headers.first(PROTECTION_HEADER).is_some(),
+                        effects,
+                    );
                     effects.extend(Counter::bypassed(Bypass::NoKey).map(Effect::Count));
                     return State::Bypassed;
                 }
@@ -442,7 +463,8 @@ impl Exchange {
         if !matches!(state, State::Idle) {
             return unexpected(state, effects);
         }
-        let Handover { held, request_origin, started, protected } = handover;
+        let Handover { mut held, request_origin, started, protected } = handover;
+        held.ran_before = Some(Reason::Redirected);
         effects.push(Effect::Count(Counter::HandedOver));
         effects.push(Effect::OfferHandover(held.hold.owner));
         State::Forwarded(Box::new(Forwarded { held, request_origin, started, protected }))
@@ -766,13 +788,7 @@ fn forward(
     now: Timestamp,
     effects: &mut Vec<Effect>,
 ) -> State {
-    // A changed request header makes Envoy pick the route anew, so nothing is touched without need.
-    if request.has_attempt_header {
-        effects.push(Effect::RemoveRequestHeader(ATTEMPT_HEADER));
-    }
-    if request.has_protection_header {
-        effects.push(Effect::RemoveRequestHeader(PROTECTION_HEADER));
-    }
+    remove_marks(request.has_attempt_header, request.has_protection_header, effects);
     if hold.attempt > 1 {
         effects.push(Effect::Count(Counter::Takeovers));
         effects.push(Effect::SetRequestHeader(ATTEMPT_HEADER, hold.attempt.to_string()));
@@ -787,7 +803,7 @@ fn forward(
     effects.push(Effect::Publish(line(outcome, &request.rule, hold.attempt, &hold.key)));
     let renew_at = now.after(request.rule.lock_ttl / 3);
     State::Forwarded(Box::new(Forwarded {
-        held: Held { hold, rule: request.rule, renew_at, renewing: false, lost: false },
+        held: Held { hold, rule: request.rule, renew_at, renewing: false, lost: false, ran_before: None },
         request_origin: request.origin,
         started: now,
         protected,
@@ -816,6 +832,17 @@ fn on_shadow_event(
         Event::StreamClosed(facts) => shadow.on_closed(&facts, effects),
     }
     if shadow.is_done() { State::Done } else { State::Shadow(shadow) }
+}
+
+/// Only this filter says these things to an upstream. A changed request header makes Envoy pick the route anew, so
+/// nothing is touched without need.
+fn remove_marks(has_attempt: bool, has_protection: bool, effects: &mut Vec<Effect>) {
+    if has_attempt {
+        effects.push(Effect::RemoveRequestHeader(ATTEMPT_HEADER));
+    }
+    if has_protection {
+        effects.push(Effect::RemoveRequestHeader(PROTECTION_HEADER));
+    }
 }
 
 fn unexpected(state: State, effects: &mut Vec<Effect>) -> State {

@@ -9,7 +9,7 @@ use crate::headers::HeaderBlock;
 use crate::metrics::Counter;
 use crate::outcome::{
     ClaimEnd, ClosingFacts, Outcome, ResponseFacts, ResponseSource, TELLTALE_BYTES, claim_end, closed_reason,
-    may_be_intermediary, response_source, upstream_outcome,
+    may_be_intermediary, may_become_intermediary, response_source, upstream_outcome,
 };
 use crate::record::Reason;
 use crate::record::codec::ResponseEncoder;
@@ -34,7 +34,15 @@ pub(super) struct Responding {
     capture: Capture,
     announced: Option<u64>,
     received: u64,
-    holding_since: Option<Timestamp>,
+    last_frame: LastFrame,
+}
+
+/// The frame that completes the announced length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LastFrame {
+    Expected,
+    Held(Timestamp),
+    LetGo,
 }
 
 #[derive(Debug)]
@@ -82,7 +90,7 @@ pub(super) struct Saving {
 
 impl Responding {
     pub(super) const fn holding(&self) -> bool {
-        self.holding_since.is_some()
+        matches!(self.last_frame, LastFrame::Held(_))
     }
 
     pub(super) fn wants_bytes(&self) -> bool {
@@ -91,6 +99,12 @@ impl Responding {
             Capture::Tombstone(_) => false,
             Capture::Telltale(bytes) => bytes.len() < TELLTALE_BYTES,
         }
+    }
+
+    /// Whether what was seen so far leaves open that an Envoy behind this one answered for a lost request.
+    fn is_undecided(&self) -> bool {
+        let begun = self.telltale();
+        self.head_undecided || (!begun.is_empty() && may_become_intermediary(begun))
     }
 
     fn telltale(&self) -> &[u8] {
@@ -146,7 +160,10 @@ impl Exchange {
         now: Timestamp,
         effects: &mut Vec<Effect>,
     ) -> State {
-        let Forwarded { held, request_origin, started, protected } = forwarded;
+        let Forwarded { mut held, request_origin, started, protected } = forwarded;
+        if facts.attempts.is_some_and(|attempts| attempts > 1) && !held.rule.trust_route_retries {
+            held.ran_before = held.ran_before.or(Some(Reason::Intermediary));
+        }
         if !protected {
             effects.push(Effect::SetResponseHeader(PROTECTION_HEADER, b"none".to_vec()));
         }
@@ -158,7 +175,10 @@ impl Exchange {
             }
         }
         let first = |name| headers.and_then(|headers| headers.first(name));
+        // A response without a body may still announce the length that another one would have (304, RFC 9110
+        // section 8.6).
         let announced = first("content-length")
+            .filter(|_| !end)
             .and_then(|value| std::str::from_utf8(value).ok())
             .and_then(|value| value.trim().parse().ok());
         let capture =
@@ -174,7 +194,7 @@ impl Exchange {
             capture,
             announced,
             received: 0,
-            holding_since: None,
+            last_frame: LastFrame::Expected,
         };
         if end { self.finish(responding, now, effects) } else { State::Responding(Box::new(responding)) }
     }
@@ -193,18 +213,17 @@ impl Exchange {
         let Some(headers) = headers else {
             return Capture::Tombstone(ResponseEncoder::tombstone(status, []).unwrap_or_default());
         };
-        let streamed =
-            headers.first("content-type").is_some_and(|value| value.starts_with(b"text/event-stream"));
+        let streamed = headers.first("content-type").is_some_and(is_event_stream);
         if streamed || announced.is_some_and(|length| length > rule.max_response_body_bytes) {
-            return tombstone(status, headers);
+            return tombstone(status, headers, rule);
         }
         let origin = request_origin.filter(|_| has_cors(headers));
         let Some(encoder) = ResponseEncoder::begin(status, kept_headers(headers, rule), origin) else {
-            return tombstone(status, headers);
+            return tombstone(status, headers, rule);
         };
         let mut reservation = Reservation { worker: Rc::clone(&self.worker), bytes: 0 };
         if !reservation.grow(encoder.held_bytes() as u64) {
-            return tombstone(status, headers);
+            return tombstone(status, headers, rule);
         }
         Capture::Keeping { encoder, reservation }
     }
@@ -247,8 +266,9 @@ impl Exchange {
         // trailers follow.
         if responding.announced == Some(responding.received)
             && responding.held.rule.commit == Commit::BeforeResponseEnd
+            && responding.last_frame == LastFrame::Expected
         {
-            responding.holding_since = Some(responding.holding_since.unwrap_or(now));
+            responding.last_frame = LastFrame::Held(now);
         }
         State::Responding(responding)
     }
@@ -272,8 +292,10 @@ impl Exchange {
         now: Timestamp,
         effects: &mut Vec<Effect>,
     ) -> State {
-        if responding.holding_since.is_some_and(|since| now.since(since) >= LAST_FRAME_HELD) {
-            return self.finish(*responding, now, effects);
+        if let LastFrame::Held(since) = responding.last_frame
+            && now.since(since) >= LAST_FRAME_HELD
+        {
+            responding.last_frame = LastFrame::LetGo;
         }
         responding.held.renew_if_due(now, effects);
         State::Responding(responding)
@@ -291,13 +313,17 @@ impl Exchange {
             // Every byte was there: what happened after that does not change it.
             return self.finish(responding, now, effects);
         }
-        if responding.head_undecided {
+        if responding.is_undecided() {
             let outcome = Outcome::Failed(Reason::Intermediary);
             return self.end(responding.held, outcome, None, false, effects);
         }
         match meaning {
             // The status froze the outcome.
-            StatusMeaning::Release | StatusMeaning::Failure => self.finish(responding, now, effects),
+            StatusMeaning::Release => self.finish(responding, now, effects),
+            StatusMeaning::Failure => {
+                let outcome = Outcome::Failed(closed_reason(facts, true));
+                self.end(responding.held, outcome, None, false, effects)
+            }
             StatusMeaning::Replay => {
                 let outcome = match upstream_outcome(
                     &responding.held.rule,
@@ -348,7 +374,15 @@ impl Exchange {
         holdable: bool,
         effects: &mut Vec<Effect>,
     ) -> State {
-        let Held { hold, rule, renewing, .. } = held;
+        let Held { hold, rule, renewing, ran_before, .. } = held;
+        let outcome = match (outcome, ran_before) {
+            // True of the last pass or attempt only: giving the claim back would run the first again.
+            (Outcome::NotSent | Outcome::NotProcessed, Some(reason)) => Outcome::Failed(reason),
+            (
+                Outcome::Completed | Outcome::NotSent | Outcome::NotProcessed | Outcome::Failed(_),
+                None | Some(_),
+            ) => outcome,
+        };
         let (write, word) = match claim_end(&rule, outcome) {
             ClaimEnd::Complete => {
                 let response = response.unwrap_or_default();
@@ -411,8 +445,14 @@ impl Saving {
     }
 }
 
-fn tombstone(status: u16, headers: &HeaderBlock) -> Capture {
-    Capture::Tombstone(ResponseEncoder::tombstone(status, tombstone_headers(headers)).unwrap_or_default())
+fn tombstone(status: u16, headers: &HeaderBlock, rule: &Rule) -> Capture {
+    let lines = tombstone_headers(headers, rule);
+    Capture::Tombstone(ResponseEncoder::tombstone(status, lines).unwrap_or_default())
+}
+
+fn is_event_stream(content_type: &[u8]) -> bool {
+    const EVENT_STREAM: &[u8] = b"text/event-stream";
+    content_type.get(..EVENT_STREAM.len()).is_some_and(|start| start.eq_ignore_ascii_case(EVENT_STREAM))
 }
 
 fn tombstone_of(encoder: &ResponseEncoder) -> Capture {

@@ -197,8 +197,13 @@ pub fn remove_header(map: Map, name: &str) -> Result<(), HostError> {
     check(unsafe { proxy_remove_header_map_value(map as u32, name.as_ptr(), name.len()) })
 }
 
-/// An Envoy attribute; `None` when there is none. An empty one is `None` too.
+/// An Envoy attribute; `None` when there is none, or the host does not tell. An empty one is `None` too.
 pub fn property(path: &[&str]) -> Option<Vec<u8>> {
+    try_property(path).ok().flatten()
+}
+
+/// An Envoy attribute; `None` when there is none. An empty one is `None` too.
+pub fn try_property(path: &[&str]) -> Result<Option<Vec<u8>>, HostError> {
     let joined = join_path(path);
     let mut returned = Returned::new();
     // SAFETY: the pointers are valid for the call.
@@ -206,7 +211,12 @@ pub fn property(path: &[&str]) -> Option<Vec<u8>> {
         proxy_get_property(joined.as_ptr(), joined.len(), &raw mut returned.data, &raw mut returned.size)
     };
     let value = returned.into_vec();
-    (status == OK && !value.is_empty()).then_some(value)
+    match status {
+        OK if value.is_empty() => Ok(None),
+        OK => Ok(Some(value)),
+        NOT_FOUND => Ok(None),
+        other => Err(HostError(other)),
+    }
 }
 
 /// Whether an Envoy attribute exists.

@@ -22,6 +22,7 @@ pub struct HostIo<'a> {
     acting: Acting,
     now: Timestamp,
     in_place: bool,
+    gone: bool,
     /// The stream was answered.
     pub replied: bool,
 }
@@ -31,17 +32,26 @@ const FILTER_STATE: &str = "idempotency";
 impl<'a> HostIo<'a> {
     /// For one event.
     pub const fn new(shared: &'a Shared, acting: Acting, now: Timestamp) -> Self {
-        Self { shared, acting, now, in_place: false, replied: false }
+        Self { shared, acting, now, in_place: false, gone: false, replied: false }
     }
 
-    /// Makes host calls act on the stream. Needed before each that does; costs a host call only the first time.
-    pub fn enter(&mut self) {
+    /// Makes host calls act on the stream; `false` when it is gone. Needed before each that does; costs a host call
+    /// only the first time.
+    pub fn enter(&mut self) -> bool {
         if let Acting::For(id) = self.acting
             && !self.in_place
+            && !self.gone
         {
-            self.note(hostcalls::set_effective_context(id));
-            self.in_place = true;
+            // If the host no longer knows the stream, its calls would act on the root.
+            match hostcalls::set_effective_context(id) {
+                Ok(()) => self.in_place = true,
+                Err(error) => {
+                    self.note(Err(error));
+                    self.gone = true;
+                }
+            }
         }
+        !self.gone
     }
 
     /// Host calls act on the root again.
@@ -73,21 +83,15 @@ impl Io for HostIo<'_> {
             // `drive` gives these to `ask`.
             Effect::Store(_) => {}
             Effect::Outbox { hold, write, rule } => {
-                if let Ok(mut outbox) = self.shared.outbox.try_borrow_mut() {
-                    let before = outbox.len();
-                    outbox.push(hold, write, &rule, self.now, &mut |counter| {
-                        self.shared.metrics.count(counter)
-                    });
-                    let added = i64::try_from(outbox.len().saturating_sub(before)).unwrap_or(0);
-                    self.shared.metrics.shift(Gauge::Outbox, added);
-                }
-                self.shared.wake();
+                self.shared.post(hold, write, &rule, self.now);
             }
             Effect::Reply(reply) => {
                 if self.replied {
                     return;
                 }
-                self.enter();
+                if !self.enter() {
+                    return;
+                }
                 self.replied = true;
                 let status = u32::from(reply.status);
                 let sent =
@@ -95,34 +99,40 @@ impl Io for HostIo<'_> {
                 self.note(sent);
             }
             Effect::RemoveRequestHeader(name) => {
-                self.enter();
-                self.note(hostcalls::remove_header(Map::Request, name));
+                if self.enter() {
+                    self.note(hostcalls::remove_header(Map::Request, name));
+                }
             }
             Effect::SetRequestHeader(name, value) => {
-                self.enter();
-                self.note(hostcalls::set_header(Map::Request, name, value.as_bytes()));
+                if self.enter() {
+                    self.note(hostcalls::set_header(Map::Request, name, value.as_bytes()));
+                }
             }
             Effect::SetResponseHeader(name, value) => {
-                self.enter();
-                self.note(hostcalls::set_header(Map::Response, name, &value));
+                if self.enter() {
+                    self.note(hostcalls::set_header(Map::Response, name, &value));
+                }
             }
             Effect::RemoveResponseHeader(name) => {
-                self.enter();
-                self.note(hostcalls::remove_header(Map::Response, name));
+                if self.enter() {
+                    self.note(hostcalls::remove_header(Map::Response, name));
+                }
             }
             Effect::Count(counter) => self.shared.metrics.count(counter),
             Effect::ClaimHeld => self.shared.metrics.shift(Gauge::InFlight, 1),
             Effect::ClaimEnded => self.shared.metrics.shift(Gauge::InFlight, -1),
             Effect::Publish(line) => {
-                self.enter();
-                self.note(hostcalls::set_filter_state(FILTER_STATE, line.as_bytes()));
+                if self.enter() {
+                    self.note(hostcalls::set_filter_state(FILTER_STATE, line.as_bytes()));
+                }
             }
             Effect::OfferHandover(owner) => {
-                self.enter();
-                self.note(hostcalls::set_filter_state(&self.shared.handover_state, owner.bytes()));
+                if self.enter() {
+                    self.note(hostcalls::set_filter_state(&self.shared.handover_state, owner.bytes()));
+                }
             }
             Effect::HandOver(handover) => self.shared.hand_over(handover),
-            Effect::Warn(warning) => log::warn!("{}", warning.as_str()),
+            Effect::Warn(warning) => self.shared.warn(warning, self.now),
         }
     }
 

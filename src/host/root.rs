@@ -15,19 +15,27 @@ use super::metrics::Metrics;
 use super::shared_data::HostCas;
 use super::stream::{Stream, StreamState};
 use crate::clock::Timestamp;
-use crate::config::{self, Config, StoreConfig};
-use crate::exchange::{Event, Handover, Worker};
-use crate::metrics::{Counter, Gauge};
-use crate::record::{Owner, Reason};
-use crate::store::Write;
+use crate::config::{self, Config, Rule, StoreConfig};
+use crate::exchange::{Event, Handover, Warning, Worker};
+use crate::metrics::Gauge;
+use crate::record::Owner;
 use crate::store::outbox::Outbox;
 use crate::store::shared_data::SharedDataStore;
+use crate::store::shared_data::cas::Cas;
+use crate::store::{Hold, Write};
 
 /// How long a claim waits for the pass of an internal redirect that adopts it.
 const HANDOVER_WAIT: Duration = Duration::from_secs(2);
 /// The tick while anything waits; renewals and deadlines are this exact.
 const LONGEST_TICK: Duration = Duration::from_millis(100);
 const SHORTEST_TICK: Duration = Duration::from_millis(5);
+/// How long the log is spared the same warning.
+const WARNING_PAUSE: Duration = Duration::from_secs(10);
+/// Most bytes that one root leaves behind.
+const MAX_SPILL: usize = 1 << 20;
+const SPILL_TRIES: u32 = 64;
+/// How often a root looks for what others left.
+const SPILL_LOOK_PAUSE: Duration = Duration::from_millis(500);
 /// Ticks without work before the tick stops.
 const IDLE_TICKS: u32 = 10;
 
@@ -52,6 +60,10 @@ pub struct Shared {
     tick: Duration,
     ticking: Cell<bool>,
     idle_ticks: Cell<u32>,
+    /// Where a root of this store leaves what its outbox still holds when it goes.
+    spill_name: String,
+    next_spill_look: Cell<Timestamp>,
+    warned: RefCell<BTreeMap<&'static str, Timestamp>>,
 }
 
 impl Shared {
@@ -78,7 +90,9 @@ impl Shared {
     /// Keeps a claim for the next pass of its request.
     pub fn hand_over(&self, handover: Handover) {
         if let Ok(mut handovers) = self.handovers.try_borrow_mut() {
-            handovers.push((handover.hold().owner, handover, Self::now().after(HANDOVER_WAIT)));
+            // Nobody renews the lease meanwhile.
+            let wait = HANDOVER_WAIT.min(handover.rule().lock_ttl / 3);
+            handovers.push((handover.hold().owner, handover, Self::now().after(wait)));
         }
         self.wake();
     }
@@ -94,13 +108,30 @@ impl Shared {
         Some(handovers.swap_remove(index).1)
     }
 
-    /// Queues a write that the store did not take.
-    pub fn post(&self, handover: &Handover, write: Write) {
+    /// Puts a write into the outbox.
+    pub fn post(&self, hold: Hold, write: Write, rule: &Rc<Rule>, now: Timestamp) {
         if let Ok(mut outbox) = self.outbox.try_borrow_mut() {
-            outbox.push(*handover.hold(), write, handover.rule(), Self::now(), &mut |counter| {
-                self.metrics.count(counter);
-            });
+            let before = outbox.len();
+            outbox.push(hold, write, rule, now, &mut |counter| self.metrics.count(counter));
+            self.shift_outbox(before, outbox.len());
         }
+        self.wake();
+    }
+
+    fn shift_outbox(&self, before: usize, after: usize) {
+        let count = |length| i64::try_from(length).unwrap_or(i64::MAX);
+        self.metrics.shift(Gauge::Outbox, count(after).saturating_sub(count(before)));
+    }
+
+    /// Tells the operator, but not with every request.
+    pub fn warn(&self, warning: Warning, now: Timestamp) {
+        let text = warning.as_str();
+        let Ok(mut warned) = self.warned.try_borrow_mut() else { return };
+        if warned.get(text).is_some_and(|last| now.since(*last) < WARNING_PAUSE) {
+            return;
+        }
+        warned.insert(text, now);
+        log::warn!("{text}");
     }
 
     /// Starts the tick.
@@ -116,6 +147,7 @@ impl Shared {
         let now = Self::now();
         self.tick_streams(now);
         self.expire_handovers(now);
+        self.take_spill(now);
         self.flush_outbox(now);
         let busy = self.live.try_borrow().map_or(true, |live| !live.is_empty())
             || self.outbox.try_borrow().map_or(true, |outbox| !outbox.is_empty())
@@ -147,10 +179,10 @@ impl Shared {
                 continue;
             }
             let (_, handover, _) = handovers.swap_remove(index);
-            self.metrics.count(Counter::RetainedRedirected);
+            let (write, counter) = handover.end_unadopted();
+            self.metrics.count(counter);
             self.metrics.shift(Gauge::InFlight, -1);
-            let failed_ttl = handover.rule().failed_ttl;
-            self.post(&handover, Write::Fail { reason: Reason::Redirected, failed_ttl });
+            self.post(*handover.hold(), write, handover.rule(), now);
         }
     }
 
@@ -161,8 +193,44 @@ impl Shared {
         };
         let before = outbox.len();
         outbox.flush(&mut *store, now, &mut |counter| self.metrics.count(counter));
-        let applied = i64::try_from(before.saturating_sub(outbox.len())).unwrap_or(0);
-        self.metrics.shift(Gauge::Outbox, -applied);
+        self.shift_outbox(before, outbox.len());
+    }
+
+    /// The root goes: what can still be written is; the rest is left to another root of the same store.
+    fn finish(&self) {
+        let now = Self::now();
+        self.expire_handovers(now.after(HANDOVER_WAIT));
+        if let Ok(mut outbox) = self.outbox.try_borrow_mut() {
+            outbox.hurry(now);
+        }
+        self.flush_outbox(now);
+        if let Ok(mut outbox) = self.outbox.try_borrow_mut() {
+            let before = outbox.len();
+            let count = &mut |counter| self.metrics.count(counter);
+            if let Some(bytes) = outbox.spill(MAX_SPILL, now, count) {
+                leave_spill(&self.spill_name, &bytes);
+            }
+            self.shift_outbox(before, 0);
+        }
+    }
+
+    /// Takes over what another root of the same store left. Costs one look at shared data.
+    fn take_spill(&self, now: Timestamp) {
+        if now < self.next_spill_look.get() {
+            return;
+        }
+        self.next_spill_look.set(now.after(SPILL_LOOK_PAUSE));
+        let Ok(slot) = HostCas.load(&self.spill_name) else { return };
+        let bytes = slot.bytes();
+        // Of two roots that see it, one empties it.
+        if bytes.is_empty() || HostCas.swap(&self.spill_name, slot.seen(), &[]).is_err() {
+            return;
+        }
+        if let Ok(mut outbox) = self.outbox.try_borrow_mut() {
+            let before = outbox.len();
+            outbox.adopt(bytes, now, &mut |counter| self.metrics.count(counter));
+            self.shift_outbox(before, outbox.len());
+        }
     }
 }
 
@@ -197,6 +265,11 @@ impl Root {
         for warning in &config.warnings {
             log::warn!("{warning}");
         }
+        if let Some(rate) = config.sustained_keys_per_second() {
+            log::info!(
+                "the embedded store sustains {rate:.2} new keys per second (max_records / record_ttl)"
+            );
+        }
         self.role = Some(Role::Filter(Rc::new(self.open(config)?)));
         Ok(())
     }
@@ -225,6 +298,9 @@ impl Root {
             tick,
             ticking: Cell::new(false),
             idle_ticks: Cell::new(0),
+            spill_name: format!("idem:outbox:{namespace}"),
+            next_spill_look: Cell::new(Timestamp::default()),
+            warned: RefCell::new(BTreeMap::new()),
         })
     }
 }
@@ -232,8 +308,7 @@ impl Root {
 impl Context for Root {
     fn on_done(&mut self) -> bool {
         if let Some(Role::Filter(shared)) = &self.role {
-            // Nobody else will: what is left ends by its lease.
-            shared.flush_outbox(Shared::now());
+            shared.finish();
         }
         true
     }
@@ -277,7 +352,22 @@ impl RootContext for Root {
 fn own_namespace() -> String {
     let text = |name| hostcalls::property(&[name]).unwrap_or_default();
     let (name, root_id) = (text("plugin_name"), text("plugin_root_id"));
-    format!("{}/{}", String::from_utf8_lossy(&name), String::from_utf8_lossy(&root_id))
+    // With its length in front, no other pair of names reads the same.
+    format!("{}:{}/{}", name.len(), String::from_utf8_lossy(&name), String::from_utf8_lossy(&root_id))
+}
+
+/// Adds to what roots of the same store left before, as long as there is room.
+fn leave_spill(name: &str, bytes: &[u8]) {
+    for _ in 0..SPILL_TRIES {
+        let Ok(slot) = HostCas.load(name) else { return };
+        let mut all = slot.bytes().to_vec();
+        // The format's version leads: once, whoever wrote first.
+        let fresh = if all.is_empty() { Some(bytes) } else { bytes.get(1..) };
+        all.extend_from_slice(fresh.unwrap_or_default());
+        if all.len() > MAX_SPILL.saturating_mul(4) || HostCas.swap(name, slot.seen(), &all).is_ok() {
+            return;
+        }
+    }
 }
 
 /// Declares a filter state that outlives an internal redirect (`envoy.source.extensions.common.wasm.

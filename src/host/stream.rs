@@ -43,8 +43,7 @@ impl StreamState {
                 Gate::Pass => None,
             };
             if let Some(direction) = direction {
-                io.enter();
-                if hostcalls::resume(direction).is_err() {
+                if io.enter() && hostcalls::resume(direction).is_err() {
                     shared.metrics.count(Counter::HostErrors);
                 }
             }
@@ -82,6 +81,9 @@ impl Stream {
     }
 
     fn begin(&mut self) -> Rc<RefCell<StreamState>> {
+        if let Some(state) = &self.state {
+            return Rc::clone(state);
+        }
         let state = Rc::new(RefCell::new(StreamState {
             exchange: Exchange::new(Rc::clone(&self.shared.worker)),
             gate: Gate::Pass,
@@ -94,7 +96,10 @@ impl Stream {
     /// Feeds an event, and says what to do with the direction that `held` stands for.
     fn feed(&self, event: Event<'_>, held: Gate) -> Action {
         let Some(state) = &self.state else { return Action::Continue };
-        let Ok(mut state) = state.try_borrow_mut() else { return Action::Continue };
+        let Ok(mut state) = state.try_borrow_mut() else {
+            // Nothing calls back while a state is borrowed; if it did, an unseen event must not let a request go.
+            return if held == Gate::HoldRequest { Action::Pause } else { Action::Continue };
+        };
         state.handle(&self.shared, event, Shared::now(), Acting::Self_);
         // After a reply of ours nothing of the request may go on.
         if held == Gate::HoldRequest && state.replied { Action::Pause } else { state.action(held) }
@@ -128,6 +133,8 @@ impl Stream {
         };
         let headers =
             hostcalls::header_pairs(Map::Request).ok().and_then(|bytes| HeaderBlock::parse(bytes).ok());
+        // A map the host could not serialize comes as an empty one.
+        let headers = headers.filter(|headers| headers.first(":method").is_some());
         let (Some(headers), Some(owner)) = (headers, hostcalls::random_bytes::<16>()) else {
             return self.refuse_unreadable();
         };
@@ -196,12 +203,14 @@ fn route_override() -> RouteOverride {
     if !hostcalls::has_property(&PATH) {
         return RouteOverride::None;
     }
-    if hostcalls::property(&[a, b, c, d, "off"]).is_some_and(|value| value.first() == Some(&1)) {
-        return RouteOverride::Off;
-    }
-    match hostcalls::property(&[a, b, c, d, "rule"]) {
-        Some(name) => RouteOverride::Rule(name),
-        None => RouteOverride::None,
+    // Envoy writes a boolean as one byte. Whoever wrote metadata wanted something: what can't be understood is not
+    // the same as nothing, and an empty name is an unknown one.
+    let off = hostcalls::property(&[a, b, c, d, "off"]);
+    match (off.as_deref(), hostcalls::property(&[a, b, c, d, "rule"])) {
+        (Some([1]), None) => RouteOverride::Off,
+        (None | Some([0]), Some(name)) => RouteOverride::Rule(name),
+        (Some([0]), None) => RouteOverride::None,
+        (None | Some(_), None | Some(_)) => RouteOverride::Rule(Vec::new()),
     }
 }
 
@@ -245,9 +254,16 @@ impl HttpContext for Stream {
         if !self.wants(Exchange::wants_response_head) {
             return Action::Continue;
         }
-        let code_details = hostcalls::property(&["response", "code_details"]).unwrap_or_default();
-        let attempts = hostcalls::property(&["upstream", "request_attempt_count"])
-            .and_then(|value| Some(u64::from_le_bytes(*value.first_chunk::<8>()?)));
+        let details = hostcalls::try_property(&["response", "code_details"]);
+        let attempts = hostcalls::try_property(&["upstream", "request_attempt_count"]);
+        let (code_details, attempts) = match (details, attempts) {
+            (Ok(details), Ok(attempts)) => (
+                details.unwrap_or_default(),
+                attempts.and_then(|value| Some(u64::from_le_bytes(*value.first_chunk::<8>()?))),
+            ),
+            // What the host does not tell is no proof of anything.
+            (Err(_), _) | (_, Err(_)) => (b"not_told".to_vec(), Some(u64::MAX)),
+        };
         let headers =
             hostcalls::header_pairs(Map::Response).ok().and_then(|bytes| HeaderBlock::parse(bytes).ok());
         #[cfg(feature = "test-hooks")]

@@ -48,8 +48,11 @@ pub fn kept_headers<'a>(
 }
 
 /// The lines of `headers` that a tombstone keeps.
-pub fn tombstone_headers(headers: &HeaderBlock) -> impl Iterator<Item = (&[u8], &[u8])> {
-    headers.iter().filter(|(name, _)| is_kept_by_tombstones(name))
+pub fn tombstone_headers<'a>(
+    headers: &'a HeaderBlock,
+    rule: &'a Rule,
+) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
+    kept_headers(headers, rule).filter(|(name, _)| is_kept_by_tombstones(name))
 }
 
 /// Whether a tombstone keeps a line of this name.

@@ -174,6 +174,7 @@ pub trait Store {
     /// Carries out a fenced operation.
     ///
     /// # Errors
-    /// [`StoreError::Unavailable`] and [`StoreError::Unreadable`]; it may have been executed.
+    /// [`StoreError::Full`] when a record that is gone has no room to be written anew; the others as they say. It may
+    /// have been executed.
     fn write(&mut self, hold: &Hold, write: &Write, now: Timestamp) -> Result<WriteReply, StoreError>;
 }

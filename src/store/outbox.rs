@@ -14,7 +14,9 @@ use super::{Hold, Store, StoreError, Write, WriteReply};
 use crate::clock::Timestamp;
 use crate::config::Rule;
 use crate::metrics::Counter;
+use crate::record::Reason;
 use crate::record::codec::{ResponseEncoder, StoredResponse};
+use crate::reply::replay::is_kept_by_tombstones;
 
 const MAX_ENTRIES: usize = 16_384;
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -72,7 +74,8 @@ impl Outbox {
         self.entries.is_empty()
     }
 
-    /// Takes a write. What it counts goes to `count`.
+    /// Takes a write. What it counts goes to `count`. Over the entry limit it is dropped: the claim then ends by its
+    /// lease.
     pub fn push(
         &mut self,
         hold: Hold,
@@ -119,12 +122,13 @@ impl Outbox {
     pub fn take_due(&mut self, now: Timestamp) -> Option<(EntryId, Hold, Write)> {
         let (id, entry) =
             self.entries.iter_mut().find(|(_, entry)| entry.out == Out::Nothing && entry.is_due(now))?;
-        let write = if entry.next_try <= now {
-            entry.out = Out::Write;
-            entry.write.clone()
-        } else {
+        // A write that fails every time must not starve its lease.
+        let write = if entry.needs_renewal(now) {
             entry.out = Out::Renewal;
             Write::Renew { lock_ttl: entry.lock_ttl, record_ttl: entry.record_ttl }
+        } else {
+            entry.out = Out::Write;
+            entry.write.clone()
         };
         Some((*id, entry.hold, write))
     }
@@ -169,9 +173,17 @@ impl Outbox {
         }
     }
 
+    /// Makes every write due: there will be no later.
+    pub fn hurry(&mut self, now: Timestamp) {
+        for entry in self.entries.values_mut() {
+            entry.next_try = now;
+            entry.renew_at = now.after(entry.lock_ttl);
+        }
+    }
+
     /// Tries every write that is due, on a store that answers at once.
     pub fn flush(&mut self, store: &mut dyn Store, now: Timestamp, count: &mut dyn FnMut(Counter)) {
-        for _ in 0..self.entries.len() {
+        for _ in 0..self.entries.len().saturating_mul(2) {
             let Some((id, hold, write)) = self.take_due(now) else { return };
             let answer = store.write(&hold, &write, now);
             self.settle(id, answer, now, count);
@@ -189,8 +201,15 @@ impl Outbox {
         match write {
             Write::Complete { response, record_ttl } if !fits => {
                 count(Counter::Tombstones);
-                let status = StoredResponse::decode(&response).map_or(200, |stored| stored.status);
-                let tombstone = ResponseEncoder::tombstone(status, []).unwrap_or_default();
+                let tombstone = StoredResponse::decode(&response).ok().and_then(|stored| {
+                    let lines =
+                        stored.headers.iter().copied().filter(|(name, _)| is_kept_by_tombstones(name));
+                    ResponseEncoder::tombstone(stored.status, lines)
+                });
+                let tombstone = tombstone.unwrap_or_default();
+                if self.bytes.saturating_add(tombstone.len() as u64) > self.max_bytes {
+                    return Write::Fail { reason: Reason::Truncated, failed_ttl: record_ttl };
+                }
                 Write::Complete { response: Rc::from(tombstone), record_ttl }
             }
             write @ (Write::Complete { .. } | Write::Renew { .. } | Write::Fail { .. } | Write::Release) => {
@@ -202,7 +221,11 @@ impl Outbox {
 
 impl Entry {
     fn is_due(&self, now: Timestamp) -> bool {
-        self.next_try <= now || (self.renew_at <= now && self.write != Write::Release)
+        self.next_try <= now || self.needs_renewal(now)
+    }
+
+    fn needs_renewal(&self, now: Timestamp) -> bool {
+        self.renew_at <= now && self.write != Write::Release
     }
 }
 

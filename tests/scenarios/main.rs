@@ -270,6 +270,7 @@ fn a_last_frame_whose_end_does_not_come_is_let_go_and_kept() {
     world.pass(SECOND);
     world.feed(&mut trip, Event::Ticked);
     assert_eq!(trip.gate, Gate::Pass);
+    world.close(&mut trip, "downstream_remote_disconnect", 0x4000);
     assert!(world.post("b").replayed(200, "whol"));
 }
 
@@ -602,6 +603,22 @@ fn an_internal_redirect_hands_the_claim_to_the_next_pass() {
 }
 
 #[test]
+fn what_the_last_pass_did_not_do_does_not_give_the_first_back() {
+    for details in ["via_upstream", "no_healthy_upstream"] {
+        let mut world = world();
+        let mut first = world.post("b");
+        world.close(&mut first, "internal_redirect", 0);
+        let handover = first.handover.take().expect("handed over");
+        let mut second = world.trip();
+        world.feed(&mut second, Event::Adopted(handover));
+        world.local_head(&mut second, details, None, 503, &[], true);
+        assert_eq!(world.count(Counter::RetainedRedirected), 1, "{details}");
+        assert!(world.post("b").refused_as(424, "failed"), "{details}");
+        assert_eq!(world.count(Counter::Executed), 1, "{details}");
+    }
+}
+
+#[test]
 fn envoys_own_reply_while_the_body_arrives_claims_nothing() {
     let mut world = world();
     let mut trip = world.head(&[("idempotency-key", "k"), ("x-account-id", "alice")], false);
@@ -634,4 +651,144 @@ fn nothing_that_is_logged_or_published_shows_a_key_or_a_scope() {
         + &format!("{:?} {:?}", trip.exchange, world.store.borrow().records.keys());
     assert!(!lines.contains("secret"), "{lines}");
     assert!(trip.published[0].starts_with("executing rule=payments attempt=1 key="));
+}
+
+#[test]
+fn a_redirect_whose_second_leg_was_not_sent_is_not_given_back() {
+    let mut world = world();
+    let mut first = world.post("b");
+    world.close(&mut first, "internal_redirect", 0);
+    let handover = first.handover.take().unwrap();
+    let mut second = world.trip();
+    world.feed(&mut second, Event::Adopted(handover));
+    world.local_head(&mut second, "no_healthy_upstream", None, 503, &[], true);
+    assert!(!world.post("b").forwarded, "first leg ran, retry runs again");
+}
+
+#[test]
+fn a_redirect_whose_second_leg_was_not_processed_is_not_given_back() {
+    let mut world = world();
+    let mut first = world.post("b");
+    world.close(&mut first, "internal_redirect", 0);
+    let handover = first.handover.take().unwrap();
+    let mut second = world.trip();
+    world.feed(&mut second, Event::Adopted(handover));
+    world.respond_head(&mut second, 503, &[], true);
+    assert!(!world.post("b").forwarded, "first leg ran, retry runs again");
+}
+
+#[test]
+fn a_503_after_an_earlier_attempt_is_unknown_unless_retries_are_trusted() {
+    let mut world = world();
+    let mut t = world.post("b");
+    world.local_head(&mut t, "via_upstream", Some(2), 503, &[], true);
+    assert!(!world.post("b").forwarded);
+}
+
+#[test]
+fn a_failing_status_that_is_cut_off_is_truncated() {
+    let mut world = World::new(json!({"on_failure": "release"}));
+    let mut t = world.post("b");
+    world.respond_head(&mut t, 500, &[("content-length", "100")], false);
+    world.feed(&mut t, Event::ResponseBody { chunk: b"x", skipped: 0, end: false });
+    world.close(&mut t, "upstream_reset_after_response_started{connection_termination}", 0x40);
+    assert_eq!(world.count(Counter::RetainedTruncated), 1);
+    assert!(world.post("b").refused_as(424, "failed"));
+}
+
+#[test]
+fn a_sidecars_text_cut_off_is_unknown() {
+    let mut world = world();
+    let mut t = world.post("b");
+    world.respond_head(
+        &mut t,
+        503,
+        &[("server", "envoy"), ("content-type", "text/plain"), ("content-length", "95")],
+        false,
+    );
+    world.feed(&mut t, Event::ResponseBody { chunk: b"upstream connect err", skipped: 0, end: false });
+    world.close(&mut t, "upstream_reset_after_response_started{connection_termination}", 0x40);
+    assert!(world.post("b").refused_as(424, "failed"));
+}
+
+#[test]
+fn a_mesh_sidecars_head_cut_off_is_unknown() {
+    let mut world = world();
+    let mut t = world.post("b");
+    world.respond_head(
+        &mut t,
+        503,
+        &[("server", "istio-envoy"), ("content-type", "text/plain"), ("content-length", "95")],
+        false,
+    );
+    world.close(&mut t, "upstream_reset_after_response_started{connection_termination}", 0x40);
+    assert!(world.post("b").refused_as(424, "failed"));
+}
+
+#[test]
+fn a_304_that_announces_a_length_is_replayed() {
+    let mut world = world();
+    let mut t = world.post("b");
+    world.respond_head(&mut t, 304, &[("content-length", "100"), ("etag", "\"1\"")], true);
+    assert!(world.post("b").replayed(304, ""));
+}
+
+#[test]
+fn a_write_in_the_outbox_keeps_its_lease() {
+    let mut world = world();
+    let mut t = world.post("b");
+    world.store.borrow_mut().refuses_responses = true;
+    world.respond(&mut t, 201, &[], "paid");
+    for _ in 0..200 {
+        world.flush_outbox();
+        world.pass(SECOND);
+        assert!(world.post("b").refused_as(409, "in-flight"));
+    }
+    world.store.borrow_mut().refuses_responses = false;
+    world.flush_outbox();
+    assert!(world.post("b").replayed(201, "paid"));
+    assert_eq!(world.count(Counter::Executed), 1);
+}
+
+#[test]
+fn a_stream_reset_by_the_client_is_a_client_gone() {
+    let mut world = world();
+    let mut t = world.post("b");
+    world.close(&mut t, "http2.remote_reset", 1 << 28);
+    assert_eq!(world.count(Counter::RetainedClientGone), 1);
+}
+
+#[test]
+fn a_tombstone_obeys_the_drop_list() {
+    let mut world = World::new(json!({"drop_response_headers": ["location"], "max_response_body_bytes": 10}));
+    let mut t = world.post("b");
+    world.respond(&mut t, 201, &[("location", "/secret"), ("content-length", "20")], "01234567890123456789");
+    assert_eq!(world.post("b").reply_header("location"), None);
+}
+
+#[test]
+fn trailers_after_the_last_frame_was_let_go_still_make_a_tombstone() {
+    let mut world = world();
+    let mut t = world.post("b");
+    world.respond_head(&mut t, 200, &[("content-length", "4")], false);
+    world.feed(&mut t, Event::ResponseBody { chunk: b"whol", skipped: 0, end: false });
+    world.pass(SECOND);
+    world.feed(&mut t, Event::Ticked);
+    world.feed(&mut t, Event::ResponseTrailers);
+    assert!(world.post("b").refused_as(409, "response-not-kept"));
+}
+
+#[test]
+fn inbound_marks_are_removed_from_a_request_without_a_key_too() {
+    let mut world = World::new(json!({"missing_key": "pass"}));
+    let t = world.request(&[("x-account-id", "a"), ("x-idempotency-attempt", "7")], "b");
+    assert_eq!(t.removed_headers, ["x-idempotency-attempt"]);
+}
+
+#[test]
+fn an_event_stream_in_capitals_is_one() {
+    let mut world = world();
+    let mut t = world.post("b");
+    world.respond(&mut t, 200, &[("content-type", "Text/Event-Stream")], "data: 1");
+    assert!(world.post("b").refused_as(409, "response-not-kept"));
 }

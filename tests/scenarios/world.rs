@@ -28,6 +28,8 @@ pub struct ReferenceStore {
     pub records: BTreeMap<StoreKey, Record<Vec<u8>>>,
     /// Answers in place of the next operations.
     pub errors: VecDeque<StoreError>,
+    /// Takes everything but responses.
+    pub refuses_responses: bool,
 }
 
 impl Store for ReferenceStore {
@@ -62,6 +64,9 @@ impl Store for ReferenceStore {
     fn write(&mut self, hold: &Hold, write: &Write, now: Timestamp) -> Result<WriteReply, StoreError> {
         if let Some(error) = self.errors.pop_front() {
             return Err(error);
+        }
+        if self.refuses_responses && matches!(write, Write::Complete { .. }) {
+            return Err(StoreError::Unavailable);
         }
         let found = self.records.get(&hold.key);
         match decide_write(found, &hold.owner, write.kind(), now) {

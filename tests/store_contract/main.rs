@@ -1,5 +1,15 @@
 //! The stores against their contract, and what only the embedded store has to prove: races, faults and bounds.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::unreachable,
+    reason = "a test ends by panicking"
+)]
+#![allow(missing_docs, reason = "nothing here is anybody's interface")]
+
 mod bounds;
 mod fake_cas;
 mod faults;
@@ -51,10 +61,8 @@ fn config(max_records: u32, max_bytes: u64, when_full: WhenFull) -> SharedDataCo
 }
 
 fn open(cas: &FakeCas, config: &SharedDataConfig) -> SharedDataStore<FakeCas> {
-    let handle = cas.another_worker();
-    let store = SharedDataStore::open(handle.clone(), "test", config).expect("the table opens");
-    handle.reset();
-    store
+    let store = SharedDataStore::open(cas.another_worker(), "test", config);
+    store.expect("the table opens")
 }
 
 #[test]

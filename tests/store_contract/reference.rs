@@ -48,7 +48,9 @@ impl Store for ReferenceStore {
             WriteDecision::Apply => {}
         }
         let live = found.filter(|record| now < record.expires);
-        let (created, attempt) = live.map_or((now, hold.attempt), |record| (record.created, record.attempt));
+        let (created, attempt, fingerprint) = live.map_or((now, hold.attempt, hold.fingerprint), |live| {
+            (live.created, live.attempt, live.fingerprint)
+        });
         let (state, expires) = match write {
             Write::Release => {
                 self.0.remove(&hold.key);
@@ -65,7 +67,7 @@ impl Store for ReferenceStore {
                 (RecordState::Failed { reason: *reason }, now.after(*failed_ttl))
             }
         };
-        let Hold { owner, fingerprint, .. } = *hold;
+        let owner = hold.owner;
         self.0.insert(hold.key, Record { fingerprint, owner, attempt, created, expires, state });
         Ok(WriteReply::Applied)
     }

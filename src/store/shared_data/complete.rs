@@ -54,7 +54,7 @@ impl<C: Cas> SharedDataStore<C> {
         let outcome = self.try_complete(&completion, &mut saving);
         // Whatever is still here was not published.
         if let Some(saving) = saving {
-            self.withdraw(&place, &saving);
+            self.withdraw(&place, &saving, now);
         }
         outcome
     }
@@ -90,7 +90,7 @@ impl<C: Cas> SharedDataStore<C> {
             let seat = self.seat(place, &mut loaded.bucket, &hold.owner)?;
             let Some(kept) = self.keep(completion, begun, &mut loaded, &seat)? else { continue };
             let record = completed(found.map(|entry| entry.record), completion, kept);
-            if self.publish(place, loaded, &seat, record, begun.reserved)? {
+            if self.publish(place, loaded, &seat, record, begun.reserved, *now)? {
                 let degraded = begun.degraded;
                 *saving = None;
                 if !degraded {
@@ -143,8 +143,8 @@ impl<C: Cas> SharedDataStore<C> {
         if body.is_none() && headers.is_empty() && origin.is_none() {
             return Saving::default();
         }
-        let Completion { place, hold, response, now, .. } = completion;
-        if let Some(saving) = self.draft(place, hold, response, Some(*now)) {
+        let response = completion.response;
+        if let Some(saving) = self.draft(completion, response, true) {
             return saving;
         }
         let pointers: Vec<(&[u8], &[u8])> = headers
@@ -156,32 +156,28 @@ impl<C: Cas> SharedDataStore<C> {
             if pointers.is_empty() { None } else { ResponseEncoder::tombstone(*status, pointers) };
         let tombstone =
             tombstone.filter(|bytes| bytes.len() <= LONGEST_TOMBSTONE && bytes.len() < response.len());
-        let saving = tombstone.and_then(|bytes| self.draft(place, hold, &bytes, None)).unwrap_or_default();
+        let saving = tombstone.and_then(|bytes| self.draft(completion, &bytes, false)).unwrap_or_default();
         Saving { degraded: true, ..saving }
     }
 
-    /// A draft of the bytes, if there is room; `sweep` says that room may be made, and when it is.
-    fn draft(
-        &mut self,
-        place: &Place,
-        hold: &Hold,
-        bytes: &[u8],
-        sweep: Option<Timestamp>,
-    ) -> Option<Saving> {
+    /// A draft of the bytes, if there is room; with `make_room`, what may go for it does.
+    fn draft(&mut self, completion: &Completion<'_>, bytes: &[u8], make_room: bool) -> Option<Saving> {
+        let Completion { place, hold, now, .. } = completion;
         let reserved = u32::try_from(bytes.len()).ok()?.checked_add(u32::try_from(body::MARK).ok()?)?;
-        if !self.reserve(place.bucket, reserved, sweep) {
+        if !self.reserve(place.bucket, reserved, *now, make_room) {
             return None;
         }
         let draft = BodyDraft::of(place.tag, hold.owner, bytes);
         Some(Saving { draft, reserved, written: None, degraded: false })
     }
 
-    fn withdraw(&mut self, place: &Place, saving: &Saving) {
+    fn withdraw(&mut self, place: &Place, saving: &Saving, now: Timestamp) {
         if let Some((slot, mark)) = saving.written {
             clear_if(&self.cas, self.names.slot(place.bucket, slot), |found| *found == mark);
         }
         if saving.reserved > 0 {
-            self.settle(place.bucket, Settlement { used: None, unreserved: saving.reserved });
+            let given_back = Settlement { used: None, unreserved: saving.reserved, leaked: 0 };
+            self.settle(place.bucket, given_back, now);
         }
     }
 }

@@ -27,10 +27,11 @@
 //!
 //! **Bytes.** `max_bytes` bounds the sum of all values: buckets, ledgers and the geometry count as if full
 //! ([`Geometry::index_bytes`]), the rest is the bodies' budget, divided evenly over the groups. A body is reserved
-//! in its group's ledger before it is written and settled after; what finds no room is kept as a tombstone. A sweep
-//! takes a reservation for a leak where no lease in its bucket is alive; if the writer lives after all, the sum
-//! may pass the budget by the body it is writing: by no more than one body for each worker whose lease ran out
-//! while it was saving, and counted as soon as it is saved. Names and map nodes of the host come on top.
+//! in its group's ledger before it is written and settled after; what finds no room is kept as a tombstone. What a
+//! VM that trapped had reserved is found by a sweep: it stays reserved for more than ten seconds on end, and an
+//! operation takes microseconds. So the sum passes `max_bytes` only where a worker is stopped for ten seconds within
+//! one operation and lives on, and then by the body it is saving, which counts as soon as it is saved. What the host
+//! takes for a name and a map node, some 150 bytes for each of [`Geometry::host_keys`], comes on top.
 
 mod body;
 mod bucket;
@@ -221,16 +222,17 @@ impl<C: Cas> SharedDataStore<C> {
 
 /// The record after an operation that may be applied; `None` if it goes.
 fn changed(found: Option<Record<Kept>>, hold: &Hold, write: &Write, now: Timestamp) -> Option<Record<Kept>> {
-    let record = found.filter(|record| now < record.expires);
+    let live = found.filter(|record| now < record.expires);
     match write {
         Write::Renew { lock_ttl, record_ttl } => {
             let renewed = re_created(hold, *lock_ttl, *record_ttl, now);
-            let created = record.as_ref().map_or(now, |record| record.created);
-            let attempt = record.map_or(hold.attempt, |record| record.attempt);
-            Some(Record { created, attempt, ..renewed })
+            Some(match live {
+                Some(record) => Record { expires: renewed.expires, state: renewed.state, ..record },
+                None => renewed,
+            })
         }
         Write::Fail { reason, failed_ttl } => {
-            let record = record.unwrap_or_else(|| re_created(hold, Duration::ZERO, *failed_ttl, now));
+            let record = live.unwrap_or_else(|| re_created(hold, Duration::ZERO, *failed_ttl, now));
             let state = RecordState::Failed { reason: *reason };
             Some(Record { state, expires: now.after(*failed_ttl), ..record })
         }

@@ -36,20 +36,22 @@ enum Sweep {
 }
 
 impl<C: Cas> SharedDataStore<C> {
-    /// Reserves room in a bucket's group; `sweep` says that room may be made, and when it is.
-    pub(super) fn reserve(&mut self, bucket: u32, bytes: u32, sweep: Option<Timestamp>) -> bool {
+    /// Reserves room in a bucket's group; with `make_room`, what may go for it does.
+    pub(super) fn reserve(&mut self, bucket: u32, bytes: u32, now: Timestamp, make_room: bool) -> bool {
         let group = self.geometry.group_of(bucket);
         // A ledger that can't be read or written gives no room: a tombstone is the safe end.
         if u64::from(bytes) > self.group_budget {
             return false;
         }
-        if self.try_reserve(bucket, bytes).unwrap_or(false) {
+        if self.try_reserve(bucket, bytes, now).unwrap_or(false) {
             return true;
         }
-        let Some(now) = sweep else { return false };
+        if !make_room {
+            return false;
+        }
         if self.sweep_is_due(group, now) {
             self.sweep(group, bucket, now, Sweep::Expired);
-            if self.try_reserve(bucket, bytes).unwrap_or(false) {
+            if self.try_reserve(bucket, bytes, now).unwrap_or(false) {
                 return true;
             }
         }
@@ -58,17 +60,17 @@ impl<C: Cas> SharedDataStore<C> {
         {
             let missing = ledger.total().saturating_add(u64::from(bytes)).saturating_sub(self.group_budget);
             self.sweep(group, bucket, now, Sweep::Oldest { bytes: missing });
-            return self.try_reserve(bucket, bytes).unwrap_or(false);
+            return self.try_reserve(bucket, bytes, now).unwrap_or(false);
         }
         false
     }
 
-    fn try_reserve(&mut self, bucket: u32, bytes: u32) -> Result<bool, StoreError> {
+    fn try_reserve(&mut self, bucket: u32, bytes: u32, now: Timestamp) -> Result<bool, StoreError> {
         let group = self.geometry.group_of(bucket);
         let position = self.geometry.position_of(bucket);
         for _ in 0..TRIES {
             let (mut ledger, seen) = self.load_ledger(group)?;
-            if !ledger.reserve(position, bytes, self.group_budget) {
+            if !ledger.reserve(position, bytes, self.group_budget, now) {
                 return Ok(false);
             }
             if swap(&self.cas, self.names.ledger(group), seen, ledger.bytes(), &mut self.events)? {
@@ -79,15 +81,15 @@ impl<C: Cas> SharedDataStore<C> {
     }
 
     /// Changes a bucket's account. If that fails, the bucket's next settlement or a sweep makes it good.
-    pub(super) fn settle(&mut self, bucket: u32, settlement: Settlement) {
-        self.settle_all(self.geometry.group_of(bucket), &[(bucket, settlement)]);
+    pub(super) fn settle(&mut self, bucket: u32, settlement: Settlement, now: Timestamp) {
+        self.settle_all(self.geometry.group_of(bucket), &[(bucket, settlement)], now);
     }
 
-    fn settle_all(&mut self, group: u32, settlements: &[(u32, Settlement)]) {
+    fn settle_all(&mut self, group: u32, settlements: &[(u32, Settlement)], now: Timestamp) {
         for _ in 0..TRIES {
             let Ok((mut ledger, seen)) = self.load_ledger(group) else { return };
             for (bucket, settlement) in settlements {
-                ledger.settle(self.geometry.position_of(*bucket), settlement);
+                ledger.settle(self.geometry.position_of(*bucket), settlement, now);
             }
             let name = self.names.ledger(group);
             if !matches!(swap(&self.cas, name, seen, ledger.bytes(), &mut self.events), Ok(false)) {
@@ -132,15 +134,15 @@ impl<C: Cas> SharedDataStore<C> {
                 break;
             }
             let bucket = if step == 0 { first } else { self.next_to_sweep(group, buckets) };
-            let reserved = ledger.reserved(self.geometry.position_of(bucket));
+            let leaked = ledger.leaked(self.geometry.position_of(bucket), now);
             // A bucket that can't be read or won keeps what it has.
-            if let Ok(Some((settlement, bytes))) = self.sweep_bucket(bucket, now, wanted, reserved) {
+            if let Ok(Some((settlement, bytes))) = self.sweep_bucket(bucket, now, wanted, leaked) {
                 settlements.push((bucket, settlement));
                 freed = freed.saturating_add(bytes);
             }
         }
         if !settlements.is_empty() {
-            self.settle_all(group, &settlements);
+            self.settle_all(group, &settlements, now);
         }
     }
 
@@ -158,13 +160,12 @@ impl<C: Cas> SharedDataStore<C> {
         index: u32,
         now: Timestamp,
         wanted: u64,
-        reserved: u32,
+        leaked: u32,
     ) -> Result<Option<(Settlement, u64)>, StoreError> {
         for _ in 0..SWEEP_TRIES {
             let mut loaded = self.load_bucket(index)?;
-            let unreserved = if reserved > 0 && !anybody_runs(&loaded, now) { reserved } else { 0 };
-            if unreserved > 0 {
-                // Left by a VM that trapped, maybe with bytes that it never published.
+            if leaked > 0 {
+                // The VM may have trapped after it wrote a slot.
                 loaded.leftovers.extend(0..self.geometry.ways());
             }
             let records = loaded.bucket.len();
@@ -172,14 +173,14 @@ impl<C: Cas> SharedDataStore<C> {
             let evicted = self.evict_bodies(index, &mut loaded, wanted);
             let used = loaded.bucket.body_bytes();
             let freed = loaded.body_bytes.saturating_sub(used);
-            if evicted == 0 && unreserved == 0 && loaded.bucket.len() == records {
+            if evicted == 0 && leaked == 0 && loaded.bucket.len() == records {
                 let used = Some((used, loaded.bucket.version()));
-                return Ok(Some((Settlement { used, unreserved }, freed)));
+                return Ok(Some((Settlement { used, unreserved: 0, leaked }, freed)));
             }
             if self.swap_unsettled(index, &mut loaded)? {
                 self.events.evicted_bodies = self.events.evicted_bodies.saturating_add(evicted);
                 let used = Some((used, loaded.bucket.next_version()));
-                return Ok(Some((Settlement { used, unreserved }, freed)));
+                return Ok(Some((Settlement { used, unreserved: 0, leaked }, freed)));
             }
         }
         Ok(None)
@@ -202,12 +203,4 @@ impl<C: Cas> SharedDataStore<C> {
         }
         evicted
     }
-}
-
-/// Whether a lease in the bucket is alive.
-fn anybody_runs(loaded: &Loaded, now: Timestamp) -> bool {
-    loaded.bucket.entries().any(|(_, entry)| match entry.record.state {
-        RecordState::InFlight { lease_until } => now < lease_until,
-        RecordState::Completed { .. } | RecordState::Failed { .. } => false,
-    })
 }

@@ -59,7 +59,7 @@ impl<C: Cas> SharedDataStore<C> {
     ) -> Result<bool, StoreError> {
         self.drop_expired(place.bucket, &mut loaded, now);
         let seat = self.seat(place, &mut loaded.bucket, &record.owner)?;
-        self.publish(place, loaded, &seat, record, 0)
+        self.publish(place, loaded, &seat, record, 0, now)
     }
 
     /// Takes a record out; `false` if another's write came first.
@@ -74,7 +74,7 @@ impl<C: Cas> SharedDataStore<C> {
             loaded.leftovers.push(entry.slot);
             loaded.bucket.remove(at);
         }
-        self.swap_bucket(place.bucket, loaded, 0)
+        self.swap_bucket(place.bucket, loaded, 0, now)
     }
 
     /// Where the record is, or a new place for it.
@@ -109,11 +109,12 @@ impl<C: Cas> SharedDataStore<C> {
         seat: &Seat,
         record: Record<Kept>,
         unreserved: u32,
+        now: Timestamp,
     ) -> Result<bool, StoreError> {
         let entry =
             Entry { tag: place.tag, slot: seat.slot, fingerprint_version: FINGERPRINT_VERSION, record };
         loaded.bucket.put(seat.at, &entry);
-        let swapped = self.swap_bucket(place.bucket, loaded, unreserved)?;
+        let swapped = self.swap_bucket(place.bucket, loaded, unreserved, now)?;
         if swapped {
             self.events.evictions = self.events.evictions.saturating_add(seat.evicted);
         }
@@ -177,14 +178,20 @@ impl<C: Cas> SharedDataStore<C> {
     }
 
     /// Swaps a bucket and settles what its slots hold; `false` if another's write came first.
-    fn swap_bucket(&mut self, index: u32, mut loaded: Loaded, unreserved: u32) -> Result<bool, StoreError> {
+    fn swap_bucket(
+        &mut self,
+        index: u32,
+        mut loaded: Loaded,
+        unreserved: u32,
+        now: Timestamp,
+    ) -> Result<bool, StoreError> {
         if !self.swap_unsettled(index, &mut loaded)? {
             return Ok(false);
         }
         let used = loaded.bucket.body_bytes();
         if used != loaded.body_bytes || unreserved > 0 {
             let used = Some((used, loaded.bucket.next_version()));
-            self.settle(index, Settlement { used, unreserved });
+            self.settle(index, Settlement { used, unreserved, leaked: 0 }, now);
         }
         Ok(true)
     }

@@ -8,6 +8,7 @@ pub mod envoy;
 pub mod merge;
 pub mod origin;
 pub mod raw_origin;
+pub mod rng;
 pub mod wait;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -19,6 +20,7 @@ pub use envoy::{Envoy, FilterSpec, ListenerSpec, Wasm};
 pub use merge::deep_merge;
 pub use origin::{Barrier, Behaviour, Origin, RefusedPort, Reply, Seen};
 pub use raw_origin::{End, RawOrigin, RawReply};
+pub use rng::Rng;
 pub use wait::{PATIENCE, poll_until};
 
 /// A key no other test uses, in the form of a UUID.
