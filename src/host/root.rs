@@ -15,7 +15,7 @@ use super::metrics::Metrics;
 use super::shared_data::HostCas;
 use super::stream::{Stream, StreamState};
 use crate::clock::Timestamp;
-use crate::config::{self, Config, StoreConfig};
+use crate::config::{self, Config, InFlight, Mode, Plugin, StoreConfig};
 use crate::exchange::{Event, Handover, Worker};
 use crate::metrics::{Counter, Gauge};
 use crate::record::{Owner, Reason};
@@ -193,16 +193,30 @@ impl Root {
             self.role = Some(Role::StoreDriver);
             return Ok(());
         }
-        let config = config::load(&json).map_err(|errors| format!("configuration refused:\n{errors}"))?;
+        let plugin =
+            config::load_plugin(&json).map_err(|errors| format!("configuration refused:\n{errors}"))?;
+        let Plugin::Filter(config) = plugin else {
+            return Err("role: \"request_end_hold\" is not available in this build".to_owned());
+        };
         for warning in &config.warnings {
             log::warn!("{warning}");
         }
-        self.role = Some(Role::Filter(Rc::new(self.open(config)?)));
+        self.role = Some(Role::Filter(Rc::new(self.open(*config)?)));
         Ok(())
     }
 
     fn open(&self, config: Config) -> Result<Shared, String> {
-        let StoreConfig::SharedData(settings) = &config.store;
+        let StoreConfig::SharedData(settings) = &config.store else {
+            return Err("store.redis is not available in this build".to_owned());
+        };
+        for rule in &config.rules {
+            let setting = match (rule.mode, rule.in_flight) {
+                (Mode::Shadow, _) => "mode \"shadow\"",
+                (_, InFlight::Wait) => "in_flight \"wait\"",
+                (Mode::Enforce | Mode::Off, InFlight::Reject) => continue,
+            };
+            return Err(format!("rule {}: {setting} is not available in this build", rule.name));
+        }
         let namespace = settings.namespace.clone().unwrap_or_else(own_namespace);
         let store = SharedDataStore::open(HostCas, &namespace, settings)
             .map_err(|error| format!("store.shared_data: {error}"))?;
