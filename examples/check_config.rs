@@ -3,7 +3,7 @@
 use std::io::Read as _;
 use std::process::ExitCode;
 
-use idempotency::config::{self, Config};
+use idempotency::config::{self, Config, Plugin};
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -18,9 +18,13 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    match config::load(&json) {
-        Ok(config) => {
+    match config::load_plugin(&json) {
+        Ok(Plugin::Filter(config)) => {
             report(file, &config);
+            ExitCode::SUCCESS
+        }
+        Ok(Plugin::RequestEndHold) => {
+            println!("{file}: ok, role request_end_hold");
             ExitCode::SUCCESS
         }
         Err(errors) => {

@@ -99,7 +99,7 @@ pub fn decide_coverage<'c>(
         }
     };
     match rule.mode {
-        Mode::Enforce => Coverage::Covered(rule),
+        Mode::Enforce | Mode::Shadow => Coverage::Covered(rule),
         Mode::Off => Coverage::Bypass(Bypass::RuleOff),
     }
 }
@@ -187,8 +187,8 @@ pub(crate) mod fixture {
     use std::time::Duration;
 
     use crate::config::{
-        Commit, FingerprintPolicy, KeyFormat, KeyPolicy, KeySyntax, Matcher, MissingKey, Mode, OnAbandoned,
-        OnFailure, PathMatcher, Rule, Scope, StatusRules,
+        Commit, FingerprintPolicy, InFlight, KeyFormat, KeyPolicy, KeySyntax, Matcher, MissingKey, Mode,
+        OnAbandoned, OnFailure, PathMatcher, Rule, Scope, StatusRules,
     };
     use crate::headers::{Attributes, HeaderBlock, RequestHead};
 
@@ -219,6 +219,8 @@ pub(crate) mod fixture {
             on_failure: OnFailure::Retain,
             on_unknown: OnFailure::Retain,
             on_abandoned: OnAbandoned::Takeover,
+            in_flight: InFlight::Reject,
+            wait_timeout: Duration::from_secs(10),
             trust_route_retries: false,
             commit: Commit::BeforeResponseEnd,
             replay_header: "Idempotent-Replayed".to_owned(),
@@ -391,12 +393,14 @@ mod tests {
             on_path("first", PathMatcher::Any),
             on_path("second", PathMatcher::Exact("/elsewhere".to_owned())),
             named("off", |rule| rule.mode = Mode::Off),
+            named("shadow", |rule| rule.mode = Mode::Shadow),
         ];
         for (route, expected) in [
             (RouteOverride::None, "first"),
             (RouteOverride::Off, "route_off"),
             (RouteOverride::Rule(b"second".to_vec()), "second"),
             (RouteOverride::Rule(b"off".to_vec()), "rule_off"),
+            (RouteOverride::Rule(b"shadow".to_vec()), "shadow"),
             (RouteOverride::Rule(b"Second".to_vec()), "misconfigured"),
             (RouteOverride::Rule(b"\xff".to_vec()), "misconfigured"),
             (RouteOverride::Rule(Vec::new()), "misconfigured"),

@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use idempotency::config::{
-    Commit, Config, HostPattern, KeyFormat, KeySyntax, MissingKey, Mode, OnAbandoned, OnFailure,
-    OnStoreError, PathMatcher, Scope, ScopePart, SharedDataConfig, StatusMeaning, Statuses, StoreConfig,
-    WhenFull, load,
+    Commit, Config, HostPattern, InFlight, KeyFormat, KeySyntax, MissingKey, Mode, NearCacheConfig,
+    OnAbandoned, OnFailure, OnStoreError, PathMatcher, Plugin, RedisConfig, Scope, ScopePart,
+    SharedDataConfig, StatusMeaning, Statuses, StoreConfig, WhenFull, load, load_plugin,
 };
 
 fn folder(name: &str) -> PathBuf {
@@ -91,7 +91,7 @@ fn every_good_file_is_accepted_with_its_warnings_and_no_others() {
 fn what_is_left_out_has_the_documented_default() {
     let config = good("minimal");
 
-    let StoreConfig::SharedData(store) = &config.store;
+    let StoreConfig::SharedData(store) = &config.store else { panic!("another store") };
     let expected = SharedDataConfig {
         namespace: None,
         max_records: 131_072,
@@ -102,6 +102,7 @@ fn what_is_left_out_has_the_documented_default() {
     assert_eq!(config.on_store_error, OnStoreError::Deny);
     assert_eq!(config.problem_type_base, "https://envoy-idempotency.example/problems/");
     assert_eq!(config.limits.captured_bytes, 67_108_864);
+    assert_eq!(config.limits.waiters, 1024);
     let statuses = Statuses {
         missing_key: 400,
         invalid_key: 400,
@@ -157,6 +158,8 @@ fn what_is_left_out_has_the_documented_default() {
     assert_eq!(rule.on_failure, OnFailure::Retain);
     assert_eq!(rule.on_unknown, OnFailure::Retain);
     assert_eq!(rule.on_abandoned, OnAbandoned::Takeover);
+    assert_eq!(rule.in_flight, InFlight::Reject);
+    assert_eq!(rule.wait_timeout, Duration::from_secs(10));
     assert!(!rule.trust_route_retries);
     assert_eq!(rule.commit, Commit::BeforeResponseEnd);
     assert_eq!(rule.replay_header, "Idempotent-Replayed");
@@ -167,7 +170,7 @@ fn what_is_left_out_has_the_documented_default() {
 fn every_setting_arrives_where_it_belongs() {
     let config = good("full");
 
-    let StoreConfig::SharedData(store) = &config.store;
+    let StoreConfig::SharedData(store) = &config.store else { panic!("another store") };
     let expected = SharedDataConfig {
         namespace: Some("payments-1".to_owned()),
         max_records: 1000,
@@ -178,6 +181,7 @@ fn every_setting_arrives_where_it_belongs() {
     assert_eq!(config.on_store_error, OnStoreError::Allow);
     assert_eq!(config.problem_type_base, "https://docs.example.com/problems#");
     assert_eq!(config.limits.captured_bytes, 1_048_576);
+    assert_eq!(config.limits.waiters, 100);
     let statuses = Statuses {
         missing_key: 401,
         invalid_key: 402,
@@ -225,11 +229,68 @@ fn every_setting_arrives_where_it_belongs() {
     assert_eq!(rule.on_failure, OnFailure::Retain);
     assert_eq!(rule.on_unknown, OnFailure::Retain);
     assert_eq!(rule.on_abandoned, OnAbandoned::Retain);
+    assert_eq!(rule.in_flight, InFlight::Wait);
+    assert_eq!(rule.wait_timeout, Duration::from_secs(20));
     assert!(rule.trust_route_retries);
     assert_eq!(rule.commit, Commit::AfterResponse);
     assert_eq!(rule.replay_header, "X-Replayed");
     assert_eq!(rule.drop_response_headers, ["x-served-by"]);
     assert_eq!(rule.keep_response_headers, ["set-cookie"]);
+}
+
+/// The settings of Redis in a good file.
+fn redis(name: &str) -> RedisConfig {
+    match good(name).store {
+        StoreConfig::Redis(redis) => redis,
+        StoreConfig::SharedData(_) => panic!("{name}.json has another store"),
+    }
+}
+
+#[test]
+fn what_is_left_out_of_redis_has_the_documented_default() {
+    let near_cache =
+        NearCacheConfig { max_records: 16_384, max_bytes: 33_554_432, ttl: Duration::from_secs(60) };
+    let expected = RedisConfig {
+        cluster: "redis-link".to_owned(),
+        timeout: Duration::from_millis(250),
+        key_prefix: "idem:".to_owned(),
+        max_in_flight_batches: 2,
+        near_cache: Some(near_cache),
+    };
+    assert_eq!(redis("redis_minimal"), expected);
+    assert_eq!(redis("redis_near_cache_default"), expected);
+    assert_eq!(redis("redis_near_cache_off"), RedisConfig { near_cache: None, ..expected });
+}
+
+#[test]
+fn every_setting_of_redis_arrives_where_it_belongs() {
+    let near_cache =
+        NearCacheConfig { max_records: 1000, max_bytes: 2_097_152, ttl: Duration::from_secs(10) };
+    let expected = RedisConfig {
+        cluster: "redis-link".to_owned(),
+        timeout: Duration::from_millis(500),
+        key_prefix: "payments:".to_owned(),
+        max_in_flight_batches: 4,
+        near_cache: Some(near_cache),
+    };
+    assert_eq!(redis("redis"), expected);
+    assert_eq!(redis("redis_camel_case"), expected);
+}
+
+#[test]
+fn the_role_alone_is_a_whole_configuration() {
+    // The second is the same as a `google.protobuf.Struct`.
+    let protobuf = b"\x0a\x1a\x0a\x04role\x12\x12\x1a\x10request_end_hold";
+    for bytes in [&br#"{"role": "request_end_hold"}"#[..], protobuf] {
+        assert!(matches!(load_plugin(bytes), Ok(Plugin::RequestEndHold)), "{}", bytes.escape_ascii());
+    }
+}
+
+#[test]
+fn without_a_role_it_is_the_filter() {
+    let bytes = fs::read(folder("good").join("full.json")).unwrap();
+    let Ok(Plugin::Filter(config)) = load_plugin(&bytes) else { panic!("not the filter") };
+    assert_eq!(format!("{config:?}"), format!("{:?}", good("full")));
 }
 
 #[test]
@@ -288,6 +349,12 @@ fn the_store_sustains_its_records_over_the_longest_record_ttl_in_force() {
     let config = good("sustained");
     // 7200 records; 1h in force, 24h switched off, 2h in force.
     assert_eq!(config.sustained_keys_per_second(), Some(1.0));
+    // Records of a rule in shadow take up room too.
+    let shadow = good("shadow");
+    assert_eq!(shadow.rules[0].mode, Mode::Shadow);
+    assert_eq!(shadow.sustained_keys_per_second(), Some(131_072.0 / 3600.0));
+    // Redis has bounds of its own.
+    assert_eq!(good("redis").sustained_keys_per_second(), None);
 }
 
 #[test]
@@ -337,6 +404,8 @@ fn the_reference_names_every_field() {
         r#"{"?": 1}"#,
         r#"{"store": {"?": 1}}"#,
         r#"{"store": {"shared_data": {"?": 1}}}"#,
+        r#"{"store": {"redis": {"?": 1}}}"#,
+        r#"{"store": {"redis": {"near_cache": {"?": 1}}}}"#,
         r#"{"rules": [{"?": 1}]}"#,
         r#"{"rules": [{"match": {"?": 1}}]}"#,
         r#"{"rules": [{"match": {"path": {"?": 1}}}]}"#,

@@ -7,12 +7,13 @@ use super::fields::Field;
 use super::json::{Json, quoted};
 use super::matcher::match_all;
 use super::problem::{ConfigError, ConfigErrors, Problems};
-use super::raw::{RawConfig, RawFingerprint, RawKey, RawRule, ReplayStatus, read_config};
+use super::raw::{RawConfig, RawFingerprint, RawKey, RawPlugin, RawRule, ReplayStatus, read_plugin};
+use super::store::{RawRedis, RawStore, TIMEOUT};
 use super::values::shown;
-use super::warnings::{warn_about_limits, warn_about_rule};
+use super::warnings::{warn_about_limits, warn_about_redis, warn_about_rule, warn_about_waiting};
 use super::{
-    Commit, Config, FingerprintPolicy, KeyFormat, KeyPolicy, KeySyntax, Limits, MissingKey, Mode,
-    OnAbandoned, OnFailure, OnStoreError, Rule, Scope, ScopePart, StatusRules, Statuses,
+    Commit, Config, FingerprintPolicy, InFlight, KeyFormat, KeyPolicy, KeySyntax, Limits, MissingKey, Mode,
+    OnAbandoned, OnFailure, OnStoreError, Plugin, Rule, Scope, ScopePart, StatusRules, Statuses,
 };
 
 pub(super) const LOCK_TTL: Duration = Duration::from_secs(60);
@@ -22,30 +23,52 @@ pub(super) const KEY_HEADER: &str = "idempotency-key";
 pub(super) const MAX_REQUEST_BODY_BYTES: u64 = 1024 * 1024;
 pub(super) const MAX_RESPONSE_BODY_BYTES: u64 = 256 * 1024;
 pub(super) const CAPTURED_BYTES: u64 = 64 * 1024 * 1024;
+const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
+const WAITERS: u64 = 1024;
 const REPLAY_STATUSES: [ReplayStatus; 3] =
     [ReplayStatus::Class(2), ReplayStatus::Class(3), ReplayStatus::Class(4)];
 const RELEASE_STATUSES: [u16; 8] = [401, 407, 408, 421, 425, 429, 501, 503];
 const PROBLEM_TYPE_BASE: &str = "https://envoy-idempotency.example/problems/";
 
-/// Reads a plugin configuration.
+/// Reads a plugin configuration, whichever part of this module it is for.
 ///
 /// # Errors
 ///
 /// Every mistake at once, each with its place, the value given and what is allowed.
-pub fn load(json: &[u8]) -> Result<Config, ConfigErrors> {
+pub fn load_plugin(json: &[u8]) -> Result<Plugin, ConfigErrors> {
     let mut problems = Problems::default();
     let tree = Json::parse(json).map_err(|message| problems.refuse("", message)).ok();
-    let raw = tree.and_then(|tree| read_config(&tree, &mut problems));
-    let config = raw.and_then(|raw| check_config(raw, &mut problems));
+    let plugin = match tree.and_then(|tree| read_plugin(&tree, &mut problems)) {
+        Some(RawPlugin::Filter(raw)) => check_config(*raw, &mut problems).map(Box::new).map(Plugin::Filter),
+        Some(RawPlugin::RequestEndHold) => Some(Plugin::RequestEndHold),
+        None => None,
+    };
     let warnings = problems.into_warnings()?;
-    match config {
-        Some(config) => Ok(Config { warnings, ..config }),
+    match plugin {
+        Some(Plugin::Filter(config)) => Ok(Plugin::Filter(Box::new(Config { warnings, ..*config }))),
+        Some(Plugin::RequestEndHold) => Ok(Plugin::RequestEndHold),
         // Whatever yields no configuration has said why; this says so where it has not.
-        None => Err(ConfigErrors(vec![ConfigError {
-            path: "configuration".to_owned(),
-            message: "refused for an unknown reason".to_owned(),
-        }])),
+        None => Err(single_error("configuration", "refused for an unknown reason")),
     }
+}
+
+/// Reads a plugin configuration that must be the filter's.
+///
+/// # Errors
+///
+/// As [`load_plugin`], and for any other role.
+pub fn load(json: &[u8]) -> Result<Config, ConfigErrors> {
+    match load_plugin(json)? {
+        Plugin::Filter(config) => Ok(*config),
+        Plugin::RequestEndHold => Err(single_error(
+            "role",
+            "got \"request_end_hold\", expected the filter's configuration, without a role",
+        )),
+    }
+}
+
+fn single_error(path: &str, message: &str) -> ConfigErrors {
+    ConfigErrors(vec![ConfigError { path: path.to_owned(), message: message.to_owned() }])
 }
 
 fn check_config(raw: RawConfig, problems: &mut Problems) -> Option<Config> {
@@ -59,16 +82,26 @@ fn check_config(raw: RawConfig, problems: &mut Problems) -> Option<Config> {
     let merged: Vec<_> =
         raw.rules.given_or(Vec::new()).into_iter().map(|rule| merge(rule, &raw.defaults)).collect();
     check_names(&merged, problems);
-    warn_about_limits(&raw.captured_bytes, &merged, problems);
+    if let Some(redis) = raw.store.located().and_then(|(store, _)| store.redis()) {
+        for rule in &merged {
+            compare_with_redis(rule, redis, problems);
+        }
+        warn_about_redis(redis, &raw.on_store_error, problems);
+    }
+    warn_about_waiting(&merged, problems);
+    warn_about_limits(&raw.limits.captured_bytes, &merged, problems);
     let rules: Vec<_> =
         merged.into_iter().filter_map(|rule| check_rule(rule, problems)).map(Rc::new).collect();
     Some(Config {
-        store: raw.store.given()?,
+        store: raw.store.given().and_then(RawStore::fill_in)?,
         on_store_error: raw.on_store_error.given_or(OnStoreError::Deny),
         rules,
         statuses: raw.statuses.given_or(Statuses::default()),
         problem_type_base: raw.problem_type_base.given_or(PROBLEM_TYPE_BASE.to_owned()),
-        limits: Limits { captured_bytes: raw.captured_bytes.given_or(CAPTURED_BYTES) },
+        limits: Limits {
+            captured_bytes: raw.limits.captured_bytes.given_or(CAPTURED_BYTES),
+            waiters: u32::try_from(raw.limits.waiters.given_or(WAITERS)).unwrap_or(u32::MAX),
+        },
         warnings: Vec::new(),
     })
 }
@@ -106,6 +139,8 @@ fn merge(rule: RawRule, defaults: &RawRule) -> RawRule {
         on_failure: rule.on_failure.or(&defaults.on_failure),
         on_unknown: rule.on_unknown.or(&defaults.on_unknown),
         on_abandoned: rule.on_abandoned.or(&defaults.on_abandoned),
+        in_flight: rule.in_flight.or(&defaults.in_flight),
+        wait_timeout: rule.wait_timeout.or(&defaults.wait_timeout),
         trust_route_retries: rule.trust_route_retries.or(&defaults.trust_route_retries),
         commit: rule.commit.or(&defaults.commit),
         replay_header: rule.replay_header.or(&defaults.replay_header),
@@ -172,6 +207,8 @@ fn check_rule(rule: RawRule, problems: &mut Problems) -> Option<Rule> {
         on_failure: rule.on_failure.given_or(OnFailure::Retain),
         on_unknown: rule.on_unknown.given_or(OnFailure::Retain),
         on_abandoned: rule.on_abandoned.given_or(OnAbandoned::Takeover),
+        in_flight: rule.in_flight.given_or(InFlight::Reject),
+        wait_timeout: rule.wait_timeout.given_or(WAIT_TIMEOUT),
         trust_route_retries: rule.trust_route_retries.given_or(false),
         commit: rule.commit.given_or(Commit::BeforeResponseEnd),
         replay_header: rule.replay_header.given_or("Idempotent-Replayed".to_owned()),
@@ -311,12 +348,52 @@ fn compare_scope(rule: &RawRule, source: &impl Source, problems: &mut Problems) 
     }
 }
 
+/// Compares a rule with the store it uses.
+fn compare_with_redis(rule: &RawRule, redis: &RawRedis, problems: &mut Problems) {
+    let Some(timeout) = redis.timeout.known_or(&TIMEOUT) else { return };
+    // A lease is renewed a third of it after the claim was sent, and at two thirds where that failed. With a quarter
+    // as the time-out, that second renewal has its whole time before the lease ends.
+    let lock_ttl = rule.lock_ttl.known_or(&LOCK_TTL);
+    refuse_short(lock_ttl, timeout, 4, ["four times the", "a quarter of the lock_ttl"], problems);
+    // Every poll is a claim; a wait that ends before the first one is answered is none.
+    if let Some((InFlight::Wait, _)) = rule.in_flight.known_or(&InFlight::Reject) {
+        let wait_timeout = rule.wait_timeout.known_or(&WAIT_TIMEOUT);
+        refuse_short(wait_timeout, timeout, 1, ["the", "the wait_timeout"], problems);
+    }
+}
+
+/// Refuses a duration that is less than `times` the store's timeout; `relations` say so from either side.
+fn refuse_short(
+    duration: Option<Known<'_, Duration>>,
+    (timeout, timeout_at): Known<'_, Duration>,
+    times: u32,
+    [more, less]: [&str; 2],
+    problems: &mut Problems,
+) {
+    let Some((duration, duration_at)) = duration else { return };
+    let least = timeout.saturating_mul(times);
+    if *duration >= least {
+        return;
+    }
+    let most = duration.checked_div(times).unwrap_or(*duration);
+    let [duration, timeout, least, most] = [*duration, *timeout, least, most].map(shown);
+    if let Some(at) = duration_at {
+        problems.refuse(
+            at,
+            format!("got \"{duration}\", expected at least \"{least}\", {more} store.redis.timeout of \"{timeout}\""),
+        );
+    } else if let Some(at) = timeout_at {
+        problems
+            .refuse(at, format!("got \"{timeout}\", expected at most \"{most}\", {less} of \"{duration}\""));
+    }
+}
+
 /// The rule's own setting is to blame rather than one of `defaults`, and the first rather than the second.
 fn most_specific<'a>(first: Option<&'a str>, second: Option<&'a str>) -> Option<&'a str> {
     [first, second].into_iter().flatten().find(|path| in_rule(path)).or(first).or(second)
 }
 
-fn in_rule(path: &str) -> bool {
+pub(super) fn in_rule(path: &str) -> bool {
     !path.starts_with("defaults")
 }
 
@@ -329,6 +406,12 @@ mod tests {
         "store",
         "shared_data",
         "redis",
+        "cluster",
+        "timeout",
+        "key_prefix",
+        "max_in_flight_batches",
+        "near_cache",
+        "ttl",
         "namespace",
         "max_records",
         "max_bytes",
@@ -360,6 +443,8 @@ mod tests {
         "body",
         "lock_ttl",
         "lockTtl",
+        "in_flight",
+        "wait_timeout",
         "record_ttl",
         "replay_statuses",
         "release_statuses",
@@ -369,6 +454,8 @@ mod tests {
         "statuses",
         "limits",
         "captured_bytes",
+        "waiters",
+        "role",
         "problem_type_base",
         "x",
     ];
@@ -389,6 +476,9 @@ mod tests {
         "/a|/b",
         "enforce",
         "shadow",
+        "wait",
+        "request_end_hold",
+        "redis-link",
         "uuid",
         "https://a/",
         "é",
@@ -428,6 +518,17 @@ mod tests {
         fn any_json_is_read_without_a_panic(json in json_text()) {
             if let Err(errors) = load(json.as_bytes()) {
                 prop_assert!(!errors.0.is_empty());
+            }
+        }
+
+        #[test]
+        fn any_store_is_read_without_a_panic(name in prop::sample::select(NAMES), value in json_text()) {
+            let json = format!(
+                "{{\"store\":{{\"redis\":{{\"cluster\":\"c\",\"{name}\":{value}}}}},\
+                 \"rules\":[{{\"name\":\"r\",\"scope\":\"shared\"}}]}}"
+            );
+            if let Err(errors) = load(json.as_bytes()) {
+                prop_assert!(!errors.to_string().contains("unknown reason"));
             }
         }
 

@@ -125,20 +125,36 @@ impl<'a> Object<'a> {
         given
     }
 
+    /// Whether there is nothing in it but what was asked for.
+    pub(super) fn is_read(&self) -> bool {
+        self.others().next().is_none()
+    }
+
+    /// Refuses every member that was not asked for, for one `reason`.
+    pub(super) fn finish_alone(self, reason: &str, problems: &mut Problems) {
+        for spelling in self.others() {
+            problems.refuse(&member_path(&self.path, spelling), reason);
+        }
+    }
+
     /// Refuses every member that was not asked for.
     pub(super) fn finish(self, problems: &mut Problems) {
-        let known: Vec<_> =
-            self.allowed.iter().chain(&self.refused).map(|name| (*name, camel_case(name))).collect();
-        for (spelling, _) in self.members {
-            if known.iter().any(|(snake, camel)| snake == spelling || camel == spelling) {
-                continue;
-            }
+        for spelling in self.others() {
             let message = match nearest(spelling, &self.allowed) {
                 Some(name) => format!("unknown field, did you mean \"{name}\"?"),
                 None => format!("unknown field, expected one of: {}", self.allowed.join(", ")),
             };
             problems.refuse(&member_path(&self.path, spelling), message);
         }
+    }
+
+    /// The members that were not asked for.
+    fn others(&self) -> impl Iterator<Item = &'a str> + use<'a> {
+        let known: Vec<_> =
+            self.allowed.iter().chain(&self.refused).map(|name| (*name, camel_case(name))).collect();
+        self.members.iter().map(|(spelling, _)| spelling.as_str()).filter(move |spelling| {
+            !known.iter().any(|(snake, camel)| snake == spelling || camel == spelling)
+        })
     }
 
     fn spelled(&self, name: &'static str) -> impl Iterator<Item = (&'a str, &'a Json)> + use<'a> {
@@ -214,7 +230,7 @@ fn camel_case(name: &str) -> String {
 }
 
 /// The allowed name that `given` most likely stands for.
-fn nearest(given: &str, allowed: &[&'static str]) -> Option<&'static str> {
+pub(super) fn nearest(given: &str, allowed: &[&'static str]) -> Option<&'static str> {
     if given.len() > 64 {
         return None;
     }

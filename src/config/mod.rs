@@ -1,6 +1,6 @@
 //! The typed plugin configuration: what the rest of the crate may rely on once it is loaded.
 //!
-//! [`load`] turns the JSON an operator wrote into a [`Config`], or into every mistake in it at once.
+//! [`load_plugin`] turns the JSON an operator wrote into a [`Plugin`], or into every mistake in it at once.
 //! `json` keeps the text as a tree, `raw` reads it setting by setting, `check` fills in and compares.
 //! Nothing here knows the host.
 
@@ -19,10 +19,19 @@ mod warnings;
 use std::rc::Rc;
 use std::time::Duration;
 
-pub use check::load;
+pub use check::{load, load_plugin};
 pub use problem::{ConfigError, ConfigErrors};
 
-/// A whole plugin configuration that passed every check.
+/// What a plugin configuration makes of this module.
+#[derive(Debug, Clone)]
+pub enum Plugin {
+    /// The filter.
+    Filter(Box<Config>),
+    /// The part of the link to Redis that keeps a request's end from the upstream. It has no settings.
+    RequestEndHold,
+}
+
+/// The filter's whole configuration, which passed every check.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// Where records live.
@@ -43,12 +52,12 @@ pub struct Config {
 
 impl Config {
     /// How many new keys per second the embedded store takes for ever without being full: `max_records` over the
-    /// longest `record_ttl` of the rules that are enforced. `None` where none is.
+    /// longest `record_ttl` of the rules that keep records. `None` where none does, and for another store.
     #[must_use]
     pub fn sustained_keys_per_second(&self) -> Option<f64> {
-        let StoreConfig::SharedData(store) = &self.store;
-        let enforced = self.rules.iter().filter(|rule| rule.mode == Mode::Enforce);
-        let longest = enforced.map(|rule| rule.record_ttl).max()?;
+        let StoreConfig::SharedData(store) = &self.store else { return None };
+        let keeping = self.rules.iter().filter(|rule| rule.mode != Mode::Off);
+        let longest = keeping.map(|rule| rule.record_ttl).max()?;
         Some(f64::from(store.max_records) / longest.as_secs_f64())
     }
 }
@@ -58,6 +67,8 @@ impl Config {
 pub enum StoreConfig {
     /// Records in this Envoy process's shared data: lost on restart, shared by its workers.
     SharedData(SharedDataConfig),
+    /// Records in Redis: shared by all Envoys.
+    Redis(RedisConfig),
 }
 
 /// Settings of the embedded store.
@@ -71,6 +82,32 @@ pub struct SharedDataConfig {
     pub max_bytes: u64,
     /// What a claim meets in a full table.
     pub when_full: WhenFull,
+}
+
+/// Settings of the store in Redis.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RedisConfig {
+    /// The Envoy cluster that the callouts go to: the link's.
+    pub cluster: String,
+    /// How long an operation may take in all, with queueing and one retry.
+    pub timeout: Duration,
+    /// What every key in Redis begins with; has no hash tag.
+    pub key_prefix: String,
+    /// Callouts of one worker that may be out at a time; what comes meanwhile goes into the next.
+    pub max_in_flight_batches: u32,
+    /// Completed records kept in this Envoy process too; `None` for none.
+    pub near_cache: Option<NearCacheConfig>,
+}
+
+/// Settings of the near cache.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NearCacheConfig {
+    /// How many records are kept at most.
+    pub max_records: u32,
+    /// Bound of the sum of their sizes, in bytes.
+    pub max_bytes: u64,
+    /// How long one is kept; never longer than it lives in Redis.
+    pub ttl: Duration,
 }
 
 /// What a claim meets in a full table.
@@ -96,6 +133,8 @@ pub enum OnStoreError {
 pub enum Mode {
     /// The rule decides.
     Enforce,
+    /// What the rule would have decided is counted; neither client nor upstream sees any of it.
+    Shadow,
     /// The rule is passed over as if the request were not covered.
     Off,
 }
@@ -107,7 +146,7 @@ pub struct Rule {
     pub name: String,
     /// Which requests it covers.
     pub matcher: Matcher,
-    /// Enforce or off.
+    /// Enforce, shadow or off.
     pub mode: Mode,
     /// The key header's name, lower case.
     pub header: String,
@@ -143,6 +182,10 @@ pub struct Rule {
     pub on_unknown: OnFailure,
     /// The record's lease ran out.
     pub on_abandoned: OnAbandoned,
+    /// The key's first request is still running.
+    pub in_flight: InFlight,
+    /// How long a request waits at most where `in_flight` says so.
+    pub wait_timeout: Duration,
     /// The operator vouches that retries below resend only what never reached the upstream.
     pub trust_route_retries: bool,
     /// Whether the end of a response waits for its record.
@@ -299,6 +342,15 @@ pub enum OnAbandoned {
     Retain,
 }
 
+/// What a request meets whose key is still running.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InFlight {
+    /// 409 `in-flight`.
+    Reject,
+    /// It waits for the first to end and gets the replay; after `wait_timeout`, 409 `in-flight`.
+    Wait,
+}
+
 /// Whether the end of a response waits for its record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Commit {
@@ -397,4 +449,6 @@ impl Default for Statuses {
 pub struct Limits {
     /// All response captures of a worker together, in bytes.
     pub captured_bytes: u64,
+    /// How many requests of a worker may wait for another at a time; what comes beyond is refused as in flight.
+    pub waiters: u32,
 }

@@ -2,19 +2,19 @@
 
 use std::time::Duration;
 
-use super::fields::{Field, Object, got, list, report};
+use super::fields::{Field, Object, got, list, nearest, report};
 use super::json::Json;
 use super::matcher::read_match;
 use super::problem::Problems;
 use super::scope::read_scope;
-use super::store::read_store;
+use super::store::{RawStore, read_store};
 use super::values::{
-    boolean, choice, duration, fingerprint_header, header, integer, kept_header, key_header, length, name,
-    problem_type_base, replay_header, status, text,
+    Span, boolean, choice, duration, duration_of, fingerprint_header, header, integer, kept_header,
+    key_header, length, name, problem_type_base, replay_header, status, text, word,
 };
 use super::{
-    Commit, KeyFormat, KeySyntax, Matcher, MissingKey, Mode, OnAbandoned, OnFailure, OnStoreError, Scope,
-    Statuses, StoreConfig,
+    Commit, InFlight, KeyFormat, KeySyntax, Matcher, MissingKey, Mode, OnAbandoned, OnFailure, OnStoreError,
+    Scope, Statuses,
 };
 
 const NOT_AVAILABLE: &str = "not available yet";
@@ -25,15 +25,32 @@ const LARGEST_BODY: u64 = 16 * 1024 * 1024;
 /// Half of what V8 gives one VM.
 const LARGEST_CAPTURES: u64 = 512 * 1024 * 1024;
 
+/// A request that waits is held, with its body.
+const MOST_WAITERS: u64 = 65_536;
+
+const REQUEST_END_HOLD: &str = "request_end_hold";
+
+#[derive(Debug)]
+pub(super) enum RawPlugin {
+    Filter(Box<RawConfig>),
+    RequestEndHold,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct RawConfig {
-    pub(super) store: Field<StoreConfig>,
+    pub(super) store: Field<RawStore>,
     pub(super) on_store_error: Field<OnStoreError>,
     pub(super) rules: Field<Vec<RawRule>>,
     pub(super) defaults: RawRule,
     pub(super) statuses: Field<Statuses>,
     pub(super) problem_type_base: Field<String>,
+    pub(super) limits: RawLimits,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct RawLimits {
     pub(super) captured_bytes: Field<u64>,
+    pub(super) waiters: Field<u64>,
 }
 
 /// A rule, or the defaults of all.
@@ -61,6 +78,8 @@ pub(super) struct RawRule {
     pub(super) on_failure: Field<OnFailure>,
     pub(super) on_unknown: Field<OnFailure>,
     pub(super) on_abandoned: Field<OnAbandoned>,
+    pub(super) in_flight: Field<InFlight>,
+    pub(super) wait_timeout: Field<Duration>,
     pub(super) trust_route_retries: Field<bool>,
     pub(super) commit: Field<Commit>,
     pub(super) replay_header: Field<String>,
@@ -97,8 +116,37 @@ enum Owner {
     Defaults,
 }
 
-pub(super) fn read_config(json: &Json, problems: &mut Problems) -> Option<RawConfig> {
+pub(super) fn read_plugin(json: &Json, problems: &mut Problems) -> Option<RawPlugin> {
     let mut object = Object::begin(json, "", "an object with store and rules", problems)?;
+    match object.field("role", problems, role) {
+        Field::Absent => {}
+        // Nothing else was given, so nothing else is missing.
+        Field::Invalid if object.is_read() => return None,
+        // The rest can only be meant for the filter.
+        Field::Invalid => {}
+        Field::Given { .. } => {
+            object.finish_alone(
+                &format!("given beside the role \"{REQUEST_END_HOLD}\", which has no settings"),
+                problems,
+            );
+            return Some(RawPlugin::RequestEndHold);
+        }
+    }
+    Some(RawPlugin::Filter(Box::new(read_config(object, problems))))
+}
+
+/// The one role that has a name.
+fn role(json: &Json) -> Result<(), String> {
+    match word(json) {
+        Some(REQUEST_END_HOLD) => Ok(()),
+        Some(text) if nearest(text, &[REQUEST_END_HOLD]).is_some() => {
+            Err(format!("got {}, did you mean \"{REQUEST_END_HOLD}\"?", json.excerpt()))
+        }
+        _ => Err(got(json, &format!("\"{REQUEST_END_HOLD}\", or no role for the filter"))),
+    }
+}
+
+fn read_config(mut object: Object<'_>, problems: &mut Problems) -> RawConfig {
     let store = object.nested("store", problems, read_store);
     let on_store_error = object.field(
         "on_store_error",
@@ -111,26 +159,30 @@ pub(super) fn read_config(json: &Json, problems: &mut Problems) -> Option<RawCon
     let rules = object.nested("rules", problems, read_rules);
     let statuses = object.nested("statuses", problems, read_statuses);
     let problem_type_base = object.field("problem_type_base", problems, problem_type_base);
-    let limits = object.nested("limits", problems, |json, path, problems| {
-        let mut limits = Object::begin(json, path, "an object with captured_bytes", problems)?;
-        let captured_bytes = limits.field("captured_bytes", problems, integer(0, LARGEST_CAPTURES));
-        limits.refuse("detached_bytes", NOT_AVAILABLE, problems);
-        limits.refuse("waiters", NOT_AVAILABLE, problems);
-        limits.finish(problems);
-        Some(captured_bytes)
-    });
+    let limits = object.nested("limits", problems, read_limits);
     object.refuse("execute_cluster", NOT_AVAILABLE, problems);
-    object.refuse("role", NOT_AVAILABLE, problems);
     object.finish(problems);
-    Some(RawConfig {
+    RawConfig {
         store,
         on_store_error,
         rules,
         defaults: defaults.given_or(RawRule::default()),
         statuses,
         problem_type_base,
-        captured_bytes: limits.given_or(Field::Absent),
-    })
+        limits: limits.given_or(RawLimits::default()),
+    }
+}
+
+fn read_limits(json: &Json, path: &str, problems: &mut Problems) -> Option<RawLimits> {
+    let expected = "an object with any of: captured_bytes, waiters";
+    let mut object = Object::begin(json, path, expected, problems)?;
+    let limits = RawLimits {
+        captured_bytes: object.field("captured_bytes", problems, integer(0, LARGEST_CAPTURES)),
+        waiters: object.field("waiters", problems, integer(1, MOST_WAITERS)),
+    };
+    object.refuse("detached_bytes", NOT_AVAILABLE, problems);
+    object.finish(problems);
+    Some(limits)
 }
 
 fn read_rules(json: &Json, path: &str, problems: &mut Problems) -> Option<Vec<RawRule>> {
@@ -161,6 +213,8 @@ fn read_rules(json: &Json, path: &str, problems: &mut Problems) -> Option<Vec<Ra
 fn read_rule(json: &Json, path: &str, owner: Owner, problems: &mut Problems) -> Option<RawRule> {
     const MIN_DURATION: Duration = Duration::from_millis(1);
     const MIN_LOCK_TTL: Duration = Duration::from_millis(100);
+    const WAIT_TIMEOUTS: Span =
+        Span { least: Duration::from_millis(100), most: Duration::from_secs(300), example: "10s" };
     let expected = match owner {
         Owner::Rule => "an object with a rule's settings",
         Owner::Defaults => "an object with settings for every rule",
@@ -183,7 +237,11 @@ fn read_rule(json: &Json, path: &str, owner: Owner, problems: &mut Problems) -> 
         mode: object.field(
             "mode",
             problems,
-            choice(&[("enforce", Some(Mode::Enforce)), ("off", Some(Mode::Off)), ("shadow", None)]),
+            choice(&[
+                ("enforce", Some(Mode::Enforce)),
+                ("shadow", Some(Mode::Shadow)),
+                ("off", Some(Mode::Off)),
+            ]),
         ),
         header: object.field("header", problems, key_header),
         key: object.nested("key", problems, read_key).given_or(RawKey::default()),
@@ -213,6 +271,12 @@ fn read_rule(json: &Json, path: &str, owner: Owner, problems: &mut Problems) -> 
             problems,
             choice(&[("takeover", Some(OnAbandoned::Takeover)), ("retain", Some(OnAbandoned::Retain))]),
         ),
+        in_flight: object.field(
+            "in_flight",
+            problems,
+            choice(&[("reject", Some(InFlight::Reject)), ("wait", Some(InFlight::Wait))]),
+        ),
+        wait_timeout: object.field("wait_timeout", problems, duration_of(WAIT_TIMEOUTS)),
         trust_route_retries: object.field("trust_route_retries", problems, boolean),
         commit: object.field(
             "commit",
@@ -226,10 +290,8 @@ fn read_rule(json: &Json, path: &str, owner: Owner, problems: &mut Problems) -> 
         drop_response_headers: object.nested("drop_response_headers", problems, header_list(header)),
         keep_response_headers: object.nested("keep_response_headers", problems, header_list(kept_header)),
     };
-    // One word each is accepted, since it says what happens anyway.
-    object.field("in_flight", problems, choice(&[("reject", Some(())), ("wait", None)]));
+    // One word is accepted, since it says what happens anyway.
     object.field("execution", problems, choice(&[("inline", Some(())), ("detached", None)]));
-    object.refuse("wait_timeout", NOT_AVAILABLE, problems);
     object.refuse("execute_timeout", NOT_AVAILABLE, problems);
     object.finish(problems);
     Some(rule)

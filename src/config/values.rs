@@ -65,26 +65,43 @@ fn whole_number(json: &Json) -> Option<u64> {
     }
 }
 
+/// Which durations a setting takes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Span {
+    pub(super) least: Duration,
+    pub(super) most: Duration,
+    /// One of them as it is written, in seconds or milliseconds.
+    pub(super) example: &'static str,
+}
+
 /// A duration from `min` to [`LONGEST`], exact or refused.
 pub(super) fn duration(min: Duration) -> impl Fn(&Json) -> Result<Duration, String> {
+    duration_of(Span { least: min, most: LONGEST, example: "60s" })
+}
+
+/// A duration within `span`, exact or refused.
+pub(super) fn duration_of(span: Span) -> impl Fn(&Json) -> Result<Duration, String> {
+    let within = move |value: &Duration| (span.least..=span.most).contains(value);
     move |json| {
         let expected = || {
             format!(
-                "a whole number and a unit (ms, s, m or h) from \"{}\" to \"{}\", such as \"60s\"",
-                shown(min),
-                shown(LONGEST)
+                "a whole number and a unit (ms, s, m or h) from \"{}\" to \"{}\", such as \"{}\"",
+                shown(span.least),
+                shown(span.most),
+                span.example
             )
         };
         match json {
-            Json::Text(text) => parse_duration(text)
-                .filter(|value| (min..=LONGEST).contains(value))
-                .ok_or_else(|| got(json, &expected())),
+            Json::Text(text) => parse_duration(text).filter(within).ok_or_else(|| got(json, &expected())),
             Json::Integer(_) | Json::Float(_) => {
-                let example = whole_number(json).filter(|value| *value > 0).unwrap_or(60);
-                Err(format!(
-                    "{}: a number has no unit, write \"{example}s\" for seconds",
-                    got(json, &expected())
-                ))
+                // The unit that was probably meant is one that fits.
+                let number = whole_number(json).unwrap_or_default();
+                let write = [format!("{number}s"), format!("{number}ms")]
+                    .into_iter()
+                    .find(|text| parse_duration(text).is_some_and(|value| within(&value)))
+                    .unwrap_or_else(|| span.example.to_owned());
+                let unit = if write.ends_with("ms") { "milliseconds" } else { "seconds" };
+                Err(format!("{}: a number has no unit, write \"{write}\" for {unit}", got(json, &expected())))
             }
             Json::Null | Json::Bool(_) | Json::List(_) | Json::Object(_) => Err(got(json, &expected())),
         }
@@ -148,6 +165,30 @@ pub(super) fn text(min: usize, max: usize) -> impl Fn(&Json) -> Result<String, S
             Err(got(json, &format!("a string of {min} to {max} bytes without control characters")))
         }
     }
+}
+
+/// Text of `min..=max` visible ASCII characters.
+pub(super) fn visible(min: usize, max: usize, expected: &str) -> impl Fn(&Json) -> Result<String, String> {
+    move |json| {
+        word(json)
+            .filter(|text| (min..=max).contains(&text.len()))
+            .filter(|text| text.bytes().all(|byte| byte.is_ascii_graphic()))
+            .map(str::to_owned)
+            .ok_or_else(|| got(json, expected))
+    }
+}
+
+/// What every key of this filter in Redis begins with.
+pub(super) fn key_prefix(json: &Json) -> Result<String, String> {
+    const EXPECTED: &str = "0 to 64 visible ASCII characters without \"{\" and \"}\"";
+    let prefix = visible(0, 64, EXPECTED)(json)?;
+    if prefix.contains(['{', '}']) {
+        return Err(format!(
+            "{}: a hash tag puts every key into one slot of a Redis Cluster",
+            got(json, EXPECTED)
+        ));
+    }
+    Ok(prefix)
 }
 
 /// A name that may stand in filter state, metadata and table names.
@@ -350,6 +391,29 @@ mod tests {
             (Json::Integer(15), "write \"15s\""),
         ] {
             assert!(parse(&json).unwrap_err().contains(hint), "{json:?}");
+        }
+    }
+
+    #[test]
+    fn the_text_to_write_has_a_unit_that_fits() {
+        let span = Span { least: Duration::from_millis(10), most: Duration::from_secs(30), example: "250ms" };
+        for (number, hint) in [
+            (5, "\"5s\" for seconds"),
+            (500, "\"500ms\" for milliseconds"),
+            (0, "\"250ms\""),
+            (99_999, "\"250ms\""),
+        ] {
+            let message = duration_of(span)(&Json::Integer(number)).unwrap_err();
+            assert!(message.contains(&format!("write {hint}")), "{message}");
+        }
+    }
+
+    #[test]
+    fn visible_text_is_counted_with_its_ends() {
+        let parse = visible(1, 3, "so");
+        assert_eq!(parse(&text_value("a~!")), Ok("a~!".to_owned()));
+        for text in ["", "abcd", "a b", "é", "a\n"] {
+            assert!(parse(&text_value(text)).is_err(), "{text}");
         }
     }
 

@@ -1,14 +1,56 @@
 //! What an operator should hear about a configuration that is valid.
 
-use super::check::{CAPTURED_BYTES, MAX_REQUEST_BODY_BYTES, MAX_RESPONSE_BODY_BYTES};
+use std::time::Duration;
+
+use super::check::{CAPTURED_BYTES, MAX_REQUEST_BODY_BYTES, MAX_RESPONSE_BODY_BYTES, in_rule};
 use super::fields::Field;
 use super::problem::Problems;
 use super::raw::{RawRule, ReplayStatus};
-use super::{CertificateField, OnFailure, Scope, ScopePart};
+use super::store::RawRedis;
+use super::{CertificateField, InFlight, OnFailure, OnStoreError, Scope, ScopePart};
 
 /// Request headers that clients, proxies or Envoy itself set anew for each attempt.
 const NEW_EACH_ATTEMPT: [&str; 5] =
     ["x-request-id", "traceparent", "tracestate", "x-envoy-attempt-count", "date"];
+
+/// Requests that wait longer than this for a store are taken for lost by many clients.
+const LONG_TIMEOUT: Duration = Duration::from_secs(2);
+
+pub(super) fn warn_about_redis(
+    redis: &RawRedis,
+    on_store_error: &Field<OnStoreError>,
+    problems: &mut Problems,
+) {
+    if let Some((timeout, at)) = redis.timeout.located()
+        && *timeout > LONG_TIMEOUT
+    {
+        problems.warn(
+            at,
+            "above \"2s\": while Redis doesn't answer, each covered request is held for so long, \
+             and so is the end of each response",
+        );
+    }
+    if let Some((OnStoreError::Allow, at)) = on_store_error.located() {
+        problems.warn(
+            at,
+            "\"allow\" forwards requests unprotected while Redis is down, and a retry then runs again",
+        );
+    }
+}
+
+/// Whoever sets a time-out expects that somebody waits.
+pub(super) fn warn_about_waiting(rules: &[RawRule], problems: &mut Problems) {
+    let waits =
+        |rule: &RawRule| matches!(rule.in_flight.known_or(&InFlight::Reject), Some((InFlight::Wait, _)));
+    let any_waits = rules.iter().any(waits);
+    for rule in rules.iter().filter(|rule| !waits(rule)) {
+        if let Some((_, at)) = rule.wait_timeout.located()
+            && (in_rule(at) || !any_waits)
+        {
+            problems.warn(at, "has no effect without in_flight \"wait\"");
+        }
+    }
+}
 
 pub(super) fn warn_about_rule(rule: &RawRule, problems: &mut Problems) {
     if let Some((name, at)) = rule.header.located()

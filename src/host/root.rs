@@ -261,7 +261,11 @@ impl Root {
             self.role = Some(Role::StoreDriver);
             return Ok(());
         }
-        let config = config::load(&json).map_err(|errors| format!("configuration refused:\n{errors}"))?;
+        let plugin =
+            config::load_plugin(&json).map_err(|errors| format!("configuration refused:\n{errors}"))?;
+        let Plugin::Filter(config) = plugin else {
+            return Err("role: \"request_end_hold\" is not available in this build".to_owned());
+        };
         for warning in &config.warnings {
             log::warn!("{warning}");
         }
@@ -275,7 +279,17 @@ impl Root {
     }
 
     fn open(&self, config: Config) -> Result<Shared, String> {
-        let StoreConfig::SharedData(settings) = &config.store;
+        let StoreConfig::SharedData(settings) = &config.store else {
+            return Err("store.redis is not available in this build".to_owned());
+        };
+        for rule in &config.rules {
+            let setting = match (rule.mode, rule.in_flight) {
+                (Mode::Shadow, _) => "mode \"shadow\"",
+                (_, InFlight::Wait) => "in_flight \"wait\"",
+                (Mode::Enforce | Mode::Off, InFlight::Reject) => continue,
+            };
+            return Err(format!("rule {}: {setting} is not available in this build", rule.name));
+        }
         let namespace = settings.namespace.clone().unwrap_or_else(own_namespace);
         let store = SharedDataStore::open(HostCas, &namespace, settings)
             .map_err(|error| format!("store.shared_data: {error}"))?;
