@@ -23,6 +23,10 @@ pub enum Event<'a> {
         /// 16 random bytes, for this claim alone.
         owner: Owner,
     },
+    /// The route names an unknown rule.
+    RouteMisconfigured,
+    /// The host could not give the head or a part of the body of a covered request.
+    RequestUnreadable,
     /// The head of the further pass of an internal redirect arrived; the earlier pass handed its claim over.
     Adopted(Handover),
     /// Body bytes arrived (not those of an earlier callback again).

@@ -179,6 +179,8 @@ struct Reading {
 struct Claiming {
     request: Request,
     fingerprint: Fingerprint,
+    /// A lease that is granted counts from its asking at the latest.
+    asked_at: Timestamp,
     closed: bool,
     wait: Option<Wait>,
 }
@@ -333,9 +335,16 @@ impl Exchange {
             Event::RequestHead { rule, head, end, owner } => {
                 self.on_request_head(state, rule, head, end, owner, now, &mut effects)
             }
+            Event::RouteMisconfigured => {
+                self.refuse(Problem::Misconfigured, Counter::RejectedMisconfigured, None, &mut effects)
+            }
+            // Without it there is no claim, and without a claim nothing is forwarded.
+            Event::RequestUnreadable => {
+                self.refuse(Problem::StoreUnavailable, Counter::StoreErrors, None, &mut effects)
+            }
             Event::Adopted(handover) => self.on_adopted(state, handover, &mut effects),
             Event::RequestBody { chunk, end } => self.on_request_body(state, chunk, end, now, &mut effects),
-            Event::RequestTrailers => self.on_request_trailers(state, &mut effects),
+            Event::RequestTrailers => self.on_request_trailers(state, now, &mut effects),
             Event::StoreAnswered(answer) => self.on_store_answered(state, answer, now, &mut effects),
             Event::ResponseHead { facts, headers, end } => {
                 self.on_response_head(state, &facts, headers, end, now, &mut effects)
@@ -372,20 +381,6 @@ impl Exchange {
         let content_type = reply.content_type.clone();
         effects.push(Effect::Reply(reply));
         State::Replying(content_type)
-    }
-
-    /// Refuses a covered request whose head or body the host could not give: without it there is no claim.
-    pub fn refuse_unreadable(&mut self) -> Step {
-        let mut effects = Vec::new();
-        self.state = self.refuse(Problem::StoreUnavailable, Counter::StoreErrors, None, &mut effects);
-        Step { effects, gate: self.gate() }
-    }
-
-    /// Refuses a request whose route names an unknown rule.
-    pub fn refuse_misconfigured(&mut self) -> Step {
-        let mut effects = Vec::new();
-        self.state = self.refuse(Problem::Misconfigured, Counter::RejectedMisconfigured, None, &mut effects);
-        Step { effects, gate: self.gate() }
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -449,7 +444,7 @@ impl Exchange {
             rule,
         };
         if end || !request.rule.fingerprint.body {
-            return claim(request, hasher.finish(), None, effects);
+            return claim(request, hasher.finish(), None, now, effects);
         }
         State::Reading(Box::new(Reading { request, hasher, received: 0, progress_at: now }))
     }
@@ -487,7 +482,7 @@ impl Exchange {
                 }
                 reading.hasher.update_body(chunk);
                 if end {
-                    return claim(reading.request, reading.hasher.finish(), None, effects);
+                    return claim(reading.request, reading.hasher.finish(), None, now, effects);
                 }
                 reading.progress_at = now;
                 State::Reading(reading)
@@ -505,9 +500,9 @@ impl Exchange {
         }
     }
 
-    fn on_request_trailers(&self, state: State, effects: &mut Vec<Effect>) -> State {
+    fn on_request_trailers(&self, state: State, now: Timestamp, effects: &mut Vec<Effect>) -> State {
         match state {
-            State::Reading(reading) => claim(reading.request, reading.hasher.finish(), None, effects),
+            State::Reading(reading) => claim(reading.request, reading.hasher.finish(), None, now, effects),
             State::Idle
             | State::Bypassed
             | State::Claiming(_)
@@ -555,7 +550,7 @@ impl Exchange {
         now: Timestamp,
         effects: &mut Vec<Effect>,
     ) -> State {
-        let Claiming { request, fingerprint, closed, wait } = claiming;
+        let Claiming { request, fingerprint, asked_at, closed, wait } = claiming;
         let (key, owner) = (request.key, request.owner);
         let hold = |attempt| Hold { key, owner, fingerprint, attempt };
         if closed {
@@ -583,12 +578,12 @@ impl Exchange {
         }
         let (outcome, problem, counter) = match answer {
             Ok(ClaimReply::Claimed { attempt }) => {
-                return forward(request, hold(attempt), true, now, effects);
+                return forward(request, hold(attempt), true, asked_at, now, effects);
             }
             Err(StoreError::Unavailable) if self.worker.config.on_store_error == OnStoreError::Allow => {
                 effects.push(Effect::Count(Counter::StoreErrors));
                 effects.push(Effect::Count(Counter::Unprotected));
-                return forward(request, hold(1), false, now, effects);
+                return forward(request, hold(1), false, asked_at, now, effects);
             }
             Ok(
                 ClaimReply::InFlight { fingerprint: found, .. }
@@ -693,7 +688,7 @@ impl Exchange {
             State::Waiting(waiting) if now < waiting.poll_at => State::Waiting(waiting),
             State::Waiting(waiting) => {
                 let Waiting { request, fingerprint, wait, .. } = *waiting;
-                claim(request, fingerprint, Some(wait), effects)
+                claim(request, fingerprint, Some(wait), now, effects)
             }
             State::Idle
             | State::Bypassed
@@ -778,13 +773,14 @@ fn claim(request: Request, fingerprint: Fingerprint, wait: Option<Wait>, effects
         on_abandoned: rule.on_abandoned,
     };
     effects.push(Effect::Store(StoreOp::Claim(Claim { key: request.key, terms })));
-    State::Claiming(Box::new(Claiming { request, fingerprint, closed: false, wait }))
+    State::Claiming(Box::new(Claiming { request, fingerprint, asked_at: now, closed: false, wait }))
 }
 
 fn forward(
     request: Request,
     hold: Hold,
     protected: bool,
+    asked_at: Timestamp,
     now: Timestamp,
     effects: &mut Vec<Effect>,
 ) -> State {
@@ -801,7 +797,7 @@ fn forward(
     effects.push(Effect::OfferHandover(hold.owner));
     let outcome = if protected { "executing" } else { "unprotected" };
     effects.push(Effect::Publish(line(outcome, &request.rule, hold.attempt, &hold.key)));
-    let renew_at = now.after(request.rule.lock_ttl / 3);
+    let renew_at = asked_at.after(request.rule.lock_ttl / 3);
     State::Forwarded(Box::new(Forwarded {
         held: Held { hold, rule: request.rule, renew_at, renewing: false, lost: false, ran_before: None },
         request_origin: request.origin,
@@ -817,9 +813,10 @@ fn on_shadow_event(
     effects: &mut Vec<Effect>,
 ) -> State {
     match event {
-        Event::RequestHead { .. } | Event::Adopted(_) => {
+        Event::RequestHead { .. } | Event::Adopted(_) | Event::RouteMisconfigured => {
             effects.push(Effect::Count(Counter::UnexpectedEvents));
         }
+        Event::RequestUnreadable => return State::Done,
         Event::RequestBody { chunk, end } => shadow.on_request_body(chunk, end, effects),
         Event::RequestTrailers => shadow.on_request_end(effects),
         Event::StoreAnswered(answer) => shadow.on_store_answered(answer, now, effects),

@@ -223,7 +223,14 @@ impl Shadow {
                 effects.push(Effect::Count(Counter::ShadowExecuted));
                 let hold = Hold { key: self.key, owner: self.owner, fingerprint, attempt };
                 let renew_at = now.after(self.rule.lock_ttl / 3);
-                let held = Held { hold, rule: Rc::clone(&self.rule), renew_at, renewing: false, lost: false, ran_before: None };
+                let held = Held {
+                    hold,
+                    rule: Rc::clone(&self.rule),
+                    renew_at,
+                    renewing: false,
+                    lost: false,
+                    ran_before: None,
+                };
                 self.phase = Phase::Holding(held);
                 if let Some((outcome, kept)) = ended {
                     self.end(outcome, kept, effects);

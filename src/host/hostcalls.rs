@@ -20,8 +20,12 @@ const NOT_FOUND: u32 = 1;
 pub enum Map {
     /// Of the request.
     Request = 0,
+    /// The request's trailers.
+    RequestTrailers = 1,
     /// Of the response.
     Response = 2,
+    /// Of a callout's answer; only while it is delivered, and only if it has any.
+    CalloutResponse = 6,
 }
 
 /// Which buffer.
@@ -32,6 +36,8 @@ pub enum Buffer {
     RequestBody = 0,
     /// The response's body.
     ResponseBody = 1,
+    /// The body of a callout's answer, while it is delivered.
+    CalloutResponseBody = 4,
     /// The plugin's configuration.
     PluginConfiguration = 7,
 }
@@ -75,6 +81,16 @@ unsafe extern "C" {
         value: *const u8,
         value_size: usize,
     ) -> u32;
+    fn proxy_add_header_map_value(
+        map: u32,
+        key: *const u8,
+        key_size: usize,
+        value: *const u8,
+        value_size: usize,
+    ) -> u32;
+    fn proxy_register_shared_queue(name: *const u8, name_size: usize, id: *mut u32) -> u32;
+    fn proxy_enqueue_shared_queue(id: u32, value: *const u8, value_size: usize) -> u32;
+    fn proxy_dequeue_shared_queue(id: u32, data: *mut *mut u8, size: *mut usize) -> u32;
     fn proxy_remove_header_map_value(map: u32, key: *const u8, key_size: usize) -> u32;
     fn proxy_get_property(path: *const u8, path_size: usize, data: *mut *mut u8, size: *mut usize) -> u32;
     fn proxy_set_property(path: *const u8, path_size: usize, value: *const u8, value_size: usize) -> u32;
@@ -189,6 +205,37 @@ pub fn set_header(map: Map, name: &str, value: &[u8]) -> Result<(), HostError> {
     check(unsafe {
         proxy_replace_header_map_value(map as u32, name.as_ptr(), name.len(), value.as_ptr(), value.len())
     })
+}
+
+/// Adds a line.
+pub fn add_header(map: Map, name: &str, value: &[u8]) -> Result<(), HostError> {
+    // SAFETY: the pointers are valid for the call.
+    check(unsafe {
+        proxy_add_header_map_value(map as u32, name.as_ptr(), name.len(), value.as_ptr(), value.len())
+    })
+}
+
+/// Registers a queue whose items wake the root that runs.
+pub fn register_queue(name: &str) -> Result<u32, HostError> {
+    let mut id = 0;
+    // SAFETY: the pointers are valid for the call.
+    check(unsafe { proxy_register_shared_queue(name.as_ptr(), name.len(), &raw mut id) })?;
+    Ok(id)
+}
+
+/// Adds an item to a queue.
+pub fn enqueue(queue: u32, item: &[u8]) -> Result<(), HostError> {
+    // SAFETY: the pointers are valid for the call.
+    check(unsafe { proxy_enqueue_shared_queue(queue, item.as_ptr(), item.len()) })
+}
+
+/// Takes an item off a queue; `false` when it is empty.
+pub fn dequeue(queue: u32) -> bool {
+    let mut returned = Returned::new();
+    // SAFETY: the pointers are valid for the call.
+    let status = unsafe { proxy_dequeue_shared_queue(queue, &raw mut returned.data, &raw mut returned.size) };
+    drop(returned.into_vec());
+    status == OK
 }
 
 /// Removes all lines of that name.

@@ -1,24 +1,32 @@
 //! Carries an exchange's effects out on Envoy.
 
+use std::cell::RefCell;
+use std::rc::Weak;
+
 use super::hostcalls::{self, Map};
-use super::root::Shared;
+use super::root::{Backend, Shared};
+use super::stream::StreamState;
 use crate::clock::Timestamp;
 use crate::exchange::{Effect, Io, StoreAnswer, StoreOp};
 use crate::metrics::{Counter, Gauge, Histogram};
-use crate::store::Store;
+use crate::store::{Store, StoreError};
 
 /// On whose behalf host calls are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Acting {
     /// The stream whose callback runs.
     Self_,
-    /// This stream, from the root's callback.
-    For(u32),
+    /// The stream, from the root's callback.
+    Root,
+    /// Nobody: the stream is gone, its exchange is not.
+    Nobody,
 }
 
 /// The effects of one event.
 pub struct HostIo<'a> {
     shared: &'a Shared,
+    id: u32,
+    me: &'a Weak<RefCell<StreamState>>,
     acting: Acting,
     now: Timestamp,
     in_place: bool,
@@ -31,19 +39,23 @@ const FILTER_STATE: &str = "idempotency";
 
 impl<'a> HostIo<'a> {
     /// For one event.
-    pub const fn new(shared: &'a Shared, acting: Acting, now: Timestamp) -> Self {
-        Self { shared, acting, now, in_place: false, gone: false, replied: false }
+    pub const fn new(
+        shared: &'a Shared,
+        id: u32,
+        me: &'a Weak<RefCell<StreamState>>,
+        acting: Acting,
+        now: Timestamp,
+    ) -> Self {
+        let gone = matches!(acting, Acting::Nobody);
+        Self { shared, id, me, acting, now, in_place: false, gone, replied: false }
     }
 
     /// Makes host calls act on the stream; `false` when it is gone. Needed before each that does; costs a host call
     /// only the first time.
     pub fn enter(&mut self) -> bool {
-        if let Acting::For(id) = self.acting
-            && !self.in_place
-            && !self.gone
-        {
+        if self.acting == Acting::Root && !self.in_place && !self.gone {
             // If the host no longer knows the stream, its calls would act on the root.
-            match hostcalls::set_effective_context(id) {
+            match hostcalls::set_effective_context(self.id) {
                 Ok(()) => self.in_place = true,
                 Err(error) => {
                     self.note(Err(error));
@@ -137,22 +149,36 @@ impl Io for HostIo<'_> {
     }
 
     fn ask(&mut self, op: StoreOp) -> Option<StoreAnswer> {
-        let Ok(mut store) = self.shared.store.try_borrow_mut() else {
-            let unavailable = crate::store::StoreError::Unavailable;
-            return Some(match op {
-                StoreOp::Claim(_) => StoreAnswer::Claim(Err(unavailable)),
-                StoreOp::Renew(..) => StoreAnswer::Renew(Err(unavailable)),
-                StoreOp::End(..) => StoreAnswer::End(Err(unavailable)),
-            });
-        };
-        let answer = self.timed(|| match op {
-            StoreOp::Claim(claim) => StoreAnswer::Claim(store.claim(&claim, self.now)),
-            StoreOp::Renew(hold, write) => StoreAnswer::Renew(store.write(&hold, &write, self.now)),
-            StoreOp::End(hold, write) => StoreAnswer::End(store.write(&hold, &write, self.now)),
-        });
-        let events = store.take_events();
-        self.shared.metrics.count_many(Counter::Evictions, events.evictions);
-        self.shared.metrics.count_many(Counter::Tombstones, events.evicted_bodies);
-        Some(answer)
+        match &self.shared.backend {
+            Backend::SharedData(store) => {
+                let Ok(mut store) = store.try_borrow_mut() else { return Some(unavailable(&op)) };
+                let answer = self.timed(|| match op {
+                    StoreOp::Claim(claim) => StoreAnswer::Claim(store.claim(&claim, self.now)),
+                    StoreOp::Renew(hold, write) => StoreAnswer::Renew(store.write(&hold, &write, self.now)),
+                    StoreOp::End(hold, write) => StoreAnswer::End(store.write(&hold, &write, self.now)),
+                });
+                self.shared.count_events(store.take_events());
+                Some(answer)
+            }
+            Backend::Redis(link) => {
+                let (Ok(mut link), Some(me)) = (link.try_borrow_mut(), self.me.upgrade()) else {
+                    return Some(unavailable(&op));
+                };
+                let known = link.known(&op, self.now, &mut |counter| self.shared.metrics.count(counter));
+                if known.is_none() {
+                    link.ask(op, self.id, me, self.now);
+                    self.shared.wake();
+                }
+                known
+            }
+        }
+    }
+}
+
+const fn unavailable(op: &StoreOp) -> StoreAnswer {
+    match op {
+        StoreOp::Claim(_) => StoreAnswer::Claim(Err(StoreError::Unavailable)),
+        StoreOp::Renew(..) => StoreAnswer::Renew(Err(StoreError::Unavailable)),
+        StoreOp::End(..) => StoreAnswer::End(Err(StoreError::Unavailable)),
     }
 }

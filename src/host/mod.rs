@@ -3,6 +3,8 @@
 mod hostcalls;
 mod io;
 mod metrics;
+mod redis;
+mod request_end_hold;
 mod root;
 mod shared_data;
 #[cfg(feature = "test-hooks")]

@@ -12,17 +12,20 @@ use proxy_wasm::types::ContextType;
 use super::hostcalls::{self, Buffer};
 use super::io::Acting;
 use super::metrics::Metrics;
+use super::redis::{self, Kind, Link, Pending, Waits};
+use super::request_end_hold::RequestEndHold;
 use super::shared_data::HostCas;
 use super::stream::{Stream, StreamState};
 use crate::clock::Timestamp;
-use crate::config::{self, Config, Rule, StoreConfig};
+use crate::config::{self, Config, InFlight, Plugin, Rule, StoreConfig};
 use crate::exchange::{Event, Handover, Warning, Worker};
-use crate::metrics::Gauge;
+use crate::metrics::{Counter, Gauge, Histogram};
 use crate::record::Owner;
 use crate::store::outbox::Outbox;
-use crate::store::shared_data::SharedDataStore;
+use crate::store::redis::{Answer, Trap};
 use crate::store::shared_data::cas::Cas;
-use crate::store::{Hold, Write};
+use crate::store::shared_data::{SharedDataStore, StoreEvents};
+use crate::store::{Hold, Write, WriteReply};
 
 /// How long a claim waits for the pass of an internal redirect that adopts it.
 const HANDOVER_WAIT: Duration = Duration::from_secs(2);
@@ -36,6 +39,10 @@ const MAX_SPILL: usize = 1 << 20;
 const SPILL_TRIES: u32 = 64;
 /// How often a root looks for what others left.
 const SPILL_LOOK_PAUSE: Duration = Duration::from_millis(500);
+/// Rounds of answers and callouts in one callback; the tick takes up what is left.
+const MOST_ROUNDS: u32 = 64;
+/// Duplicates that wait are polled this often at first.
+const SHORTEST_WAIT: Duration = Duration::from_millis(250);
 /// Ticks without work before the tick stops.
 const IDLE_TICKS: u32 = 10;
 
@@ -45,8 +52,8 @@ pub struct Shared {
     pub root_id: u32,
     /// The exchanges' common ground.
     pub worker: Rc<Worker>,
-    /// The store.
-    pub store: RefCell<SharedDataStore<HostCas>>,
+    /// Where records live.
+    pub backend: Backend,
     /// Writes still to be applied.
     pub outbox: RefCell<Outbox>,
     /// The metrics.
@@ -64,6 +71,14 @@ pub struct Shared {
     spill_name: String,
     next_spill_look: Cell<Timestamp>,
     warned: RefCell<BTreeMap<&'static str, Timestamp>>,
+}
+
+/// Where records live.
+pub enum Backend {
+    /// In this process.
+    SharedData(RefCell<SharedDataStore<HostCas>>),
+    /// In Redis.
+    Redis(RefCell<Link>),
 }
 
 impl Shared {
@@ -125,13 +140,7 @@ impl Shared {
 
     /// Tells the operator, but not with every request.
     pub fn warn(&self, warning: Warning, now: Timestamp) {
-        let text = warning.as_str();
-        let Ok(mut warned) = self.warned.try_borrow_mut() else { return };
-        if warned.get(text).is_some_and(|last| now.since(*last) < WARNING_PAUSE) {
-            return;
-        }
-        warned.insert(text, now);
-        log::warn!("{text}");
+        self.tell(warning.as_str(), format_args!("{}", warning.as_str()), now);
     }
 
     /// Starts the tick.
@@ -148,24 +157,38 @@ impl Shared {
         self.tick_streams(now);
         self.expire_handovers(now);
         self.take_spill(now);
+        if let Backend::Redis(link) = &self.backend
+            && let Ok(mut link) = link.try_borrow_mut()
+        {
+            link.on_tick(now);
+        }
         self.flush_outbox(now);
+        self.pump(now);
         let busy = self.live.try_borrow().map_or(true, |live| !live.is_empty())
             || self.outbox.try_borrow().map_or(true, |outbox| !outbox.is_empty())
             || self.handovers.try_borrow().map_or(true, |handovers| !handovers.is_empty());
+        let busy = busy || !self.is_link_idle();
         self.idle_ticks.set(if busy { 0 } else { self.idle_ticks.get().saturating_add(1) });
         if self.idle_ticks.get() > IDLE_TICKS && hostcalls::set_tick_millis(0).is_ok() {
             self.ticking.set(false);
         }
     }
 
+    fn is_link_idle(&self) -> bool {
+        match &self.backend {
+            Backend::SharedData(_) => true,
+            Backend::Redis(link) => link.try_borrow().is_ok_and(|link| link.is_idle()),
+        }
+    }
+
     fn tick_streams(&self, now: Timestamp) {
-        let streams: Vec<(u32, Rc<RefCell<StreamState>>)> = match self.live.try_borrow() {
-            Ok(live) => live.iter().map(|(id, stream)| (*id, Rc::clone(stream))).collect(),
+        let streams: Vec<Rc<RefCell<StreamState>>> = match self.live.try_borrow() {
+            Ok(live) => live.values().map(Rc::clone).collect(),
             Err(_) => return,
         };
-        for (id, stream) in streams {
+        for stream in streams {
             if let Ok(mut stream) = stream.try_borrow_mut() {
-                stream.handle(self, Event::Ticked, now, Acting::For(id));
+                stream.handle(self, Event::Ticked, now, Acting::Root);
             }
         }
     }
@@ -187,23 +210,128 @@ impl Shared {
     }
 
     fn flush_outbox(&self, now: Timestamp) {
-        let (Ok(mut outbox), Ok(mut store)) = (self.outbox.try_borrow_mut(), self.store.try_borrow_mut())
-        else {
+        let Ok(mut outbox) = self.outbox.try_borrow_mut() else { return };
+        match &self.backend {
+            Backend::SharedData(store) => {
+                let Ok(mut store) = store.try_borrow_mut() else { return };
+                let before = outbox.len();
+                outbox.flush(&mut *store, now, &mut |counter| self.metrics.count(counter));
+                self.shift_outbox(before, outbox.len());
+            }
+            Backend::Redis(link) => {
+                let Ok(mut link) = link.try_borrow_mut() else { return };
+                while let Some((entry, hold, write)) = outbox.take_due(now) {
+                    link.retry(entry, hold, write, now);
+                }
+            }
+        }
+    }
+
+    /// Counts what a table did.
+    pub fn count_events(&self, events: StoreEvents) {
+        self.metrics.count_many(Counter::Evictions, events.evictions);
+        self.metrics.count_many(Counter::Tombstones, events.evicted_bodies);
+    }
+
+    /// Delivers the answers that are there and sends what may be sent, until there is nothing to do. Only from the
+    /// root's own callbacks.
+    fn pump(&self, now: Timestamp) {
+        let Backend::Redis(link) = &self.backend else { return };
+        for _ in 0..MOST_ROUNDS {
+            loop {
+                let answer = link.try_borrow_mut().ok().and_then(|mut link| link.next_answer());
+                let Some((pending, answer)) = answer else { break };
+                self.deliver(pending, answer, now);
+            }
+            let Ok(mut link) = link.try_borrow_mut() else { return };
+            let sent = &mut |operations| {
+                self.metrics.record(Histogram::BatchSize, u64::try_from(operations).unwrap_or(0));
+            };
+            if let Some(trap) = link.dispatch(now, sent) {
+                self.warn_of(trap, now);
+            }
+            for cause in link.take_causes() {
+                self.tell(cause, format_args!("Redis: operations failed: {cause}"), now);
+            }
+            let events = link.take_events();
+            self.count_events(StoreEvents { evictions: 0, evicted_bodies: 0, ..events });
+            if !link.has_answers() {
+                return;
+            }
+        }
+    }
+
+    fn deliver(&self, pending: Pending, answer: Answer, now: Timestamp) {
+        let Pending { since, waits } = pending;
+        let millis = u64::try_from(now.since(since).as_millis()).unwrap_or(u64::MAX);
+        self.metrics.record(Histogram::StoreMillis, millis);
+        match waits {
+            Waits::Outbox(entry) => {
+                if let Ok(mut outbox) = self.outbox.try_borrow_mut() {
+                    let before = outbox.len();
+                    let count = &mut |counter| self.metrics.count(counter);
+                    outbox.settle(entry, redis::write_answer(answer), now, count);
+                    self.shift_outbox(before, outbox.len());
+                }
+            }
+            Waits::Exchange { id, state, kind, copy } => {
+                self.copy_near(&kind, &answer, copy.as_deref(), now);
+                let answer = redis::exchange_answer(&kind, answer);
+                let is_live = self.live.try_borrow().is_ok_and(|live| live.contains_key(&id));
+                let acting = if is_live { Acting::Root } else { Acting::Nobody };
+                if let Ok(mut state) = state.try_borrow_mut() {
+                    state.handle(self, Event::StoreAnswered(answer), now, acting);
+                }
+            }
+        }
+    }
+
+    fn copy_near(&self, kind: &Kind, answer: &Answer, copy: Option<&redis::Copy>, now: Timestamp) {
+        let Backend::Redis(link) = &self.backend else { return };
+        let Ok(mut link) = link.try_borrow_mut() else { return };
+        match (kind, answer, copy) {
+            (Kind::Claim(key), Answer::Claim(Ok(claimed)), _) => {
+                link.keep_reply(*key, &claimed.reply, claimed.life, now);
+            }
+            (Kind::End, Answer::Write(Ok(WriteReply::Applied)), Some(copy)) => link.keep(copy, now),
+            (
+                Kind::Claim(_) | Kind::Renew | Kind::End,
+                Answer::Claim(_) | Answer::Write(_) | Answer::NotSent,
+                Some(_) | None,
+            ) => {}
+        }
+    }
+
+    fn warn_of(&self, trap: Trap, now: Timestamp) {
+        self.tell(trap.as_str(), format_args!("Redis: {trap}"), now);
+    }
+
+    fn tell(&self, what: &'static str, text: std::fmt::Arguments<'_>, now: Timestamp) {
+        let Ok(mut warned) = self.warned.try_borrow_mut() else { return };
+        if warned.get(what).is_some_and(|last| now.since(*last) < WARNING_PAUSE) {
             return;
-        };
-        let before = outbox.len();
-        outbox.flush(&mut *store, now, &mut |counter| self.metrics.count(counter));
-        self.shift_outbox(before, outbox.len());
+        }
+        warned.insert(what, now);
+        log::warn!("{text}");
     }
 
     /// The root goes: what can still be written is; the rest is left to another root of the same store.
     fn finish(&self) {
         let now = Self::now();
         self.expire_handovers(now.after(HANDOVER_WAIT));
+        if let Backend::Redis(link) = &self.backend {
+            // The host cancels its callouts: what they carried may have been executed, and goes to the next root.
+            let waiting = link.try_borrow_mut().map(|mut link| link.abandon()).unwrap_or_default();
+            for pending in waiting {
+                self.deliver(pending, Answer::NotSent, now);
+            }
+        }
         if let Ok(mut outbox) = self.outbox.try_borrow_mut() {
             outbox.hurry(now);
         }
-        self.flush_outbox(now);
+        if let Backend::SharedData(_) = &self.backend {
+            self.flush_outbox(now);
+        }
         if let Ok(mut outbox) = self.outbox.try_borrow_mut() {
             let before = outbox.len();
             let count = &mut |counter| self.metrics.count(counter);
@@ -237,6 +365,7 @@ impl Shared {
 /// What a root was configured as.
 enum Role {
     Filter(Rc<Shared>),
+    RequestEndHold,
     #[cfg(feature = "test-hooks")]
     StoreDriver,
 }
@@ -263,8 +392,12 @@ impl Root {
         }
         let plugin =
             config::load_plugin(&json).map_err(|errors| format!("configuration refused:\n{errors}"))?;
-        let Plugin::Filter(config) = plugin else {
-            return Err("role: \"request_end_hold\" is not available in this build".to_owned());
+        let config = match plugin {
+            Plugin::Filter(config) => config,
+            Plugin::RequestEndHold => {
+                self.role = Some(Role::RequestEndHold);
+                return Ok(());
+            }
         };
         for warning in &config.warnings {
             log::warn!("{warning}");
@@ -274,36 +407,41 @@ impl Root {
                 "the embedded store sustains {rate:.2} new keys per second (max_records / record_ttl)"
             );
         }
-        self.role = Some(Role::Filter(Rc::new(self.open(config)?)));
+        self.role = Some(Role::Filter(Rc::new(self.open(*config)?)));
         Ok(())
     }
 
     fn open(&self, config: Config) -> Result<Shared, String> {
-        let StoreConfig::SharedData(settings) = &config.store else {
-            return Err("store.redis is not available in this build".to_owned());
+        let (backend, store_name) = match &config.store {
+            StoreConfig::SharedData(settings) => {
+                let namespace = settings.namespace.clone().unwrap_or_else(own_namespace);
+                let store = SharedDataStore::open(HostCas, &namespace, settings)
+                    .map_err(|error| format!("store.shared_data: {error}"))?;
+                (Backend::SharedData(RefCell::new(store)), namespace)
+            }
+            StoreConfig::Redis(settings) => {
+                let link = Link::open(settings, &config).map_err(|error| format!("store.redis: {error}"))?;
+                let name =
+                    format!("redis {}:{}{}", settings.cluster.len(), settings.cluster, settings.key_prefix);
+                (Backend::Redis(RefCell::new(link)), name)
+            }
         };
-        for rule in &config.rules {
-            let setting = match (rule.mode, rule.in_flight) {
-                (Mode::Shadow, _) => "mode \"shadow\"",
-                (_, InFlight::Wait) => "in_flight \"wait\"",
-                (Mode::Enforce | Mode::Off, InFlight::Reject) => continue,
-            };
-            return Err(format!("rule {}: {setting} is not available in this build", rule.name));
-        }
-        let namespace = settings.namespace.clone().unwrap_or_else(own_namespace);
-        let store = SharedDataStore::open(HostCas, &namespace, settings)
-            .map_err(|error| format!("store.shared_data: {error}"))?;
         let suffix = hostcalls::random_bytes::<8>().ok_or("the host gives no random bytes")?;
         let handover_state = format!("idempotency_handover_{:016x}", u64::from_le_bytes(suffix));
         declare_request_state(&handover_state);
-        let shortest_lease = config.rules.iter().map(|rule| rule.lock_ttl.min(rule.body_timeout)).min();
-        let tick =
-            shortest_lease.map_or(LONGEST_TICK, |lease| (lease / 10).clamp(SHORTEST_TICK, LONGEST_TICK));
+        let leases = config.rules.iter().map(|rule| rule.lock_ttl.min(rule.body_timeout));
+        let store_timeout = match &config.store {
+            StoreConfig::SharedData(_) => None,
+            StoreConfig::Redis(settings) => Some(settings.timeout),
+        };
+        let waits = config.rules.iter().any(|rule| rule.in_flight == InFlight::Wait);
+        let shortest = leases.chain(store_timeout).chain(waits.then_some(SHORTEST_WAIT)).min();
+        let tick = shortest.map_or(LONGEST_TICK, |time| (time / 10).clamp(SHORTEST_TICK, LONGEST_TICK));
         let outbox = RefCell::new(Outbox::new(config.limits.captured_bytes));
         Ok(Shared {
             root_id: self.id,
             worker: Rc::new(Worker::new(config)),
-            store: RefCell::new(store),
+            backend,
             outbox,
             metrics: Metrics::define(),
             handover_state,
@@ -312,7 +450,7 @@ impl Root {
             tick,
             ticking: Cell::new(false),
             idle_ticks: Cell::new(0),
-            spill_name: format!("idem:outbox:{namespace}"),
+            spill_name: format!("idem:outbox:{store_name}"),
             next_spill_look: Cell::new(Timestamp::default()),
             warned: RefCell::new(BTreeMap::new()),
         })
@@ -320,6 +458,18 @@ impl Root {
 }
 
 impl Context for Root {
+    fn on_http_call_response(&mut self, token: u32, headers: usize, body_size: usize, _trailers: usize) {
+        let Some(Role::Filter(shared)) = &self.role else { return };
+        let Backend::Redis(link) = &shared.backend else { return };
+        let now = Shared::now();
+        let trap =
+            link.try_borrow_mut().ok().and_then(|mut link| link.on_reply(token, headers, body_size, now));
+        if let Some(trap) = trap {
+            shared.warn_of(trap, now);
+        }
+        shared.pump(now);
+    }
+
     fn on_done(&mut self) -> bool {
         if let Some(Role::Filter(shared)) = &self.role {
             shared.finish();
@@ -349,8 +499,20 @@ impl RootContext for Root {
         }
     }
 
+    fn on_queue_ready(&mut self, queue_id: u32) {
+        let Some(Role::Filter(shared)) = &self.role else { return };
+        let Backend::Redis(link) = &shared.backend else { return };
+        if let Ok(mut link) = link.try_borrow_mut() {
+            link.on_woken(queue_id);
+        }
+        let now = Shared::now();
+        shared.flush_outbox(now);
+        shared.pump(now);
+    }
+
     fn create_http_context(&self, context_id: u32) -> Option<Box<dyn HttpContext>> {
         match self.role.as_ref()? {
+            Role::RequestEndHold => Some(Box::new(RequestEndHold)),
             Role::Filter(shared) => Some(Box::new(Stream::new(context_id, Rc::clone(shared)))),
             #[cfg(feature = "test-hooks")]
             Role::StoreDriver => Some(Box::new(super::store_driver::StoreDriver::new())),

@@ -1,7 +1,7 @@
 //! The stream context: turns Envoy's callbacks into events, and gates into actions.
 
 use std::cell::RefCell;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 
 use proxy_wasm::traits::{Context, HttpContext};
 use proxy_wasm::types::Action;
@@ -10,7 +10,8 @@ use super::hostcalls::{self, Buffer, Direction, Map};
 use super::io::{Acting, HostIo};
 use super::root::Shared;
 use crate::clock::Timestamp;
-use crate::exchange::{Event, Exchange, Gate, Io, drive};
+use crate::config::Mode;
+use crate::exchange::{Event, Exchange, Gate, drive};
 use crate::headers::{Attributes, HeaderBlock, RequestHead};
 use crate::metrics::Counter;
 use crate::outcome::{ClosingFacts, ResponseFacts};
@@ -19,6 +20,9 @@ use crate::record::Owner;
 
 /// What a stream and its root share.
 pub struct StreamState {
+    id: u32,
+    /// An operation that is out keeps the exchange until its answer came.
+    me: Weak<RefCell<StreamState>>,
     exchange: Exchange,
     gate: Gate,
     /// The filter answered this stream: nothing may be sent or resumed any more.
@@ -28,14 +32,12 @@ pub struct StreamState {
 impl StreamState {
     /// Feeds an event, carries its effects out, and resumes what is no longer held.
     pub fn handle(&mut self, shared: &Shared, event: Event<'_>, now: Timestamp, acting: Acting) {
-        let mut io = HostIo::new(shared, acting, now);
+        let Self { id, me, exchange, .. } = self;
+        let mut io = HostIo::new(shared, *id, me, acting, now);
         let before = self.gate;
-        self.gate = drive(&mut self.exchange, event, now, &mut io);
+        self.gate = drive(exchange, event, now, &mut io);
         self.replied |= io.replied;
-        if let Acting::For(_) = acting
-            && before != self.gate
-            && !self.replied
-        {
+        if acting == Acting::Root && before != self.gate && !self.replied {
             // Inside a stream's own callback the returned action does this.
             let direction = match before {
                 Gate::HoldRequest => Some(Direction::Request),
@@ -84,11 +86,15 @@ impl Stream {
         if let Some(state) = &self.state {
             return Rc::clone(state);
         }
-        let state = Rc::new(RefCell::new(StreamState {
-            exchange: Exchange::new(Rc::clone(&self.shared.worker)),
-            gate: Gate::Pass,
-            replied: false,
-        }));
+        let state = Rc::new_cyclic(|me| {
+            RefCell::new(StreamState {
+                id: self.id,
+                me: Weak::clone(me),
+                exchange: Exchange::new(Rc::clone(&self.shared.worker)),
+                gate: Gate::Pass,
+                replied: false,
+            })
+        });
         self.state = Some(Rc::clone(&state));
         state
     }
@@ -123,12 +129,8 @@ impl Stream {
             Coverage::Covered(rule) => rule,
             Coverage::Bypass(bypass) => return self.bypass(bypass),
             Coverage::Misconfigured => {
-                let state = self.begin();
-                if let Ok(mut state) = state.try_borrow_mut() {
-                    let step = state.exchange.refuse_misconfigured();
-                    state.replied = self.apply(step.effects);
-                }
-                return Action::Pause;
+                self.begin();
+                return self.feed(Event::RouteMisconfigured, Gate::HoldRequest);
             }
         };
         let headers =
@@ -136,7 +138,7 @@ impl Stream {
         // A map the host could not serialize comes as an empty one.
         let headers = headers.filter(|headers| headers.first(":method").is_some());
         let (Some(headers), Some(owner)) = (headers, hostcalls::random_bytes::<16>()) else {
-            return self.refuse_unreadable();
+            return if rule.mode == Mode::Shadow { Action::Continue } else { self.refuse_unreadable() };
         };
         if is_upgrade(&headers) {
             return self.bypass(Bypass::Upgrade);
@@ -157,23 +159,11 @@ impl Stream {
         action
     }
 
-    fn apply(&self, effects: Vec<crate::exchange::Effect>) -> bool {
-        let mut io = HostIo::new(&self.shared, Acting::Self_, Shared::now());
-        for effect in effects {
-            io.apply(effect);
-        }
-        io.replied
-    }
-
-    /// A covered request whose headers the host can't give is not forwarded: there is no claim.
+    /// A covered request that the host can't give is not forwarded.
     fn refuse_unreadable(&mut self) -> Action {
         self.shared.metrics.count(Counter::HostErrors);
-        let state = self.begin();
-        if let Ok(mut state) = state.try_borrow_mut() {
-            let step = state.exchange.refuse_unreadable();
-            state.replied = self.apply(step.effects);
-        }
-        Action::Pause
+        self.begin();
+        self.feed(Event::RequestUnreadable, Gate::HoldRequest)
     }
 
     fn bypass(&self, bypass: Bypass) -> Action {

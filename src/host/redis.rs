@@ -1,0 +1,336 @@
+//! Redis from inside Envoy: operations wait for the next callout, the root owns every callout, and answers find their
+//! way back to streams that may be gone by then.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::time::Duration;
+
+use super::hostcalls::{self, Buffer, Map};
+use super::shared_data::HostCas;
+use super::stream::StreamState;
+use crate::clock::Timestamp;
+use crate::config::{Config, RedisConfig};
+use crate::exchange::{StoreAnswer, StoreOp};
+use crate::fingerprint::Fingerprint;
+use crate::key::StoreKey;
+use crate::metrics::Counter;
+use crate::record::Owner;
+use crate::store::near_cache::{NearCache, NearCacheBounds};
+use crate::store::outbox::EntryId;
+use crate::store::redis::{
+    Answer, BatchId, BatchSettings, Batcher, CalloutAnswer, Operation, Priority, SCRIPTS, Trap,
+};
+use crate::store::shared_data::StoreEvents;
+use crate::store::{ClaimReply, Hold, StoreError, Write, WriteReply};
+
+/// The link of one worker.
+pub struct Link {
+    cluster: String,
+    batcher: Batcher,
+    near_cache: Option<NearCache<HostCas>>,
+    pending: BTreeMap<u64, Pending>,
+    last_ticket: u64,
+    callouts: BTreeMap<u32, Callout>,
+    /// Wakes the root on its own thread.
+    queue: u32,
+    woken: bool,
+}
+
+/// Who waits for an operation's answer.
+pub struct Pending {
+    /// When it was asked for.
+    pub since: Timestamp,
+    /// Who.
+    pub waits: Waits,
+}
+
+/// Who waits.
+pub enum Waits {
+    /// An exchange; it is kept until the answer came, whatever became of its stream.
+    Exchange {
+        /// Its stream's context.
+        id: u32,
+        /// The exchange.
+        state: Rc<RefCell<StreamState>>,
+        /// What was asked.
+        kind: Kind,
+        /// What the near cache takes once Redis has it.
+        copy: Option<Box<Copy>>,
+    },
+    /// The outbox.
+    Outbox(EntryId),
+}
+
+/// What an exchange asked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kind {
+    /// A claim under this key.
+    Claim(StoreKey),
+    /// A renewal.
+    Renew,
+    /// The claim's end.
+    End,
+}
+
+/// A completed record on its way.
+pub struct Copy {
+    key: StoreKey,
+    owner: Owner,
+    fingerprint: Fingerprint,
+    response: Rc<[u8]>,
+    life: Duration,
+}
+
+struct Callout {
+    batch: BatchId,
+    operations: usize,
+    sent: Timestamp,
+    timeout: Duration,
+}
+
+impl Link {
+    /// Opens the link; nothing is sent yet.
+    ///
+    /// # Errors
+    /// When the host gives no queue or no random name for it.
+    pub fn open(settings: &RedisConfig, config: &Config) -> Result<Self, String> {
+        // Names made of time and context ids collide between workers, and then one worker gets all the wakes.
+        let name = hostcalls::random_bytes::<16>().ok_or("the host gives no random bytes")?;
+        let name = format!("idempotency:{:032x}", u128::from_le_bytes(name));
+        let queue = hostcalls::register_queue(&name)
+            .map_err(|error| format!("the host gives no queue (status {})", error.0))?;
+        let near_cache = settings.near_cache.as_ref().and_then(|near| {
+            let bounds =
+                NearCacheBounds { max_records: near.max_records, max_bytes: near.max_bytes, ttl: near.ttl };
+            NearCache::open(HostCas, &settings.cluster, &settings.key_prefix, &bounds)
+                .map_err(|error| log::warn!("no near cache: {error}"))
+                .ok()
+        });
+        let longest = config.rules.iter().map(|rule| rule.max_response_body_bytes).max();
+        let batches = BatchSettings {
+            key_prefix: settings.key_prefix.clone(),
+            timeout: settings.timeout,
+            max_in_flight_batches: usize::try_from(settings.max_in_flight_batches).unwrap_or(1),
+            max_response_body_bytes: longest.unwrap_or(0),
+        };
+        Ok(Self {
+            cluster: settings.cluster.clone(),
+            batcher: Batcher::new(batches, SCRIPTS),
+            near_cache,
+            pending: BTreeMap::new(),
+            last_ticket: 0,
+            callouts: BTreeMap::new(),
+            queue,
+            woken: false,
+        })
+    }
+
+    /// What is known without asking Redis.
+    pub fn known(
+        &mut self,
+        op: &StoreOp,
+        now: Timestamp,
+        count: &mut dyn FnMut(Counter),
+    ) -> Option<StoreAnswer> {
+        let StoreOp::Claim(claim) = op else { return None };
+        let near_cache = self.near_cache.as_mut()?;
+        let reply = near_cache.get(&claim.key, now);
+        count(if reply.is_some() { Counter::NearCacheHits } else { Counter::NearCacheMisses });
+        Some(StoreAnswer::Claim(Ok(reply?)))
+    }
+
+    /// Puts an exchange's operation into the next callout.
+    pub fn ask(&mut self, op: StoreOp, id: u32, state: Rc<RefCell<StreamState>>, now: Timestamp) {
+        let (operation, kind, copy) = match op {
+            StoreOp::Claim(claim) => {
+                let key = claim.key;
+                (Operation::Claim(claim), Kind::Claim(key), None)
+            }
+            StoreOp::Renew(hold, write) => (Operation::Write(hold, write), Kind::Renew, None),
+            StoreOp::End(hold, write) => {
+                let copy = copy_of(&hold, &write);
+                (Operation::Write(hold, write), Kind::End, copy)
+            }
+        };
+        self.submit(operation, Waits::Exchange { id, state, kind, copy }, Priority::Normal, now);
+    }
+
+    /// Puts a write of the outbox into the next callout.
+    pub fn retry(&mut self, entry: EntryId, hold: Hold, write: Write, now: Timestamp) {
+        self.submit(Operation::Write(hold, write), Waits::Outbox(entry), Priority::Outbox, now);
+    }
+
+    fn submit(&mut self, operation: Operation, waits: Waits, priority: Priority, now: Timestamp) {
+        self.last_ticket = self.last_ticket.wrapping_add(1);
+        self.pending.insert(self.last_ticket, Pending { since: now, waits });
+        self.batcher.submit(self.last_ticket, operation, priority, now);
+        if !self.woken {
+            // A wake that fails is made good by the tick.
+            self.woken = hostcalls::enqueue(self.queue, &[]).is_ok();
+        }
+    }
+
+    /// The root was woken.
+    pub fn on_woken(&mut self, queue: u32) {
+        if queue == self.queue {
+            while hostcalls::dequeue(queue) {}
+            self.woken = false;
+        }
+    }
+
+    /// Sends what may be sent. Only from the root's own callbacks: the answer comes to the context that runs.
+    pub fn dispatch(&mut self, now: Timestamp, sent: &mut dyn FnMut(usize)) -> Option<Trap> {
+        let mut trap = None;
+        while let Some(dispatch) = self.batcher.poll(now) {
+            let headers = vec![(":method", "POST"), (":path", "/"), (":authority", "redis")];
+            let called = proxy_wasm::hostcalls::dispatch_http_call(
+                &self.cluster,
+                headers,
+                Some(&dispatch.body),
+                Vec::new(),
+                dispatch.timeout,
+            );
+            match called {
+                Ok(token) => {
+                    sent(dispatch.operations);
+                    let callout = Callout {
+                        batch: dispatch.batch,
+                        operations: dispatch.operations,
+                        sent: now,
+                        timeout: dispatch.timeout,
+                    };
+                    self.callouts.insert(token, callout);
+                }
+                Err(status) => {
+                    trap = Some(match status {
+                        proxy_wasm::types::Status::BadArgument => Trap::UnknownCluster,
+                        _ => Trap::NobodyListens,
+                    });
+                    self.batcher.on_refused(dispatch.batch, now);
+                }
+            }
+        }
+        trap
+    }
+
+    /// A callout was answered. Says what is wrong with the way to Redis, if the answer shows it.
+    pub fn on_reply(&mut self, token: u32, headers: usize, body_size: usize, now: Timestamp) -> Option<Trap> {
+        let callout = self.callouts.remove(&token)?;
+        // Without headers there is nothing that may be read.
+        let status = if headers == 0 { None } else { hostcalls::header(Map::CalloutResponse, ":status") };
+        let status = status.and_then(|value| std::str::from_utf8(&value).ok()?.parse().ok());
+        let body = if headers == 0 {
+            Vec::new()
+        } else {
+            hostcalls::buffer(Buffer::CalloutResponseBody, 0, body_size).unwrap_or_default()
+        };
+        let answer = CalloutAnswer {
+            headers,
+            status,
+            body: &body,
+            operations: callout.operations,
+            is_early: now.since(callout.sent) < callout.timeout / 2,
+        };
+        let trap = answer.diagnose();
+        self.batcher.on_reply(callout.batch, answer.replies(), now);
+        trap
+    }
+
+    /// Time passed.
+    pub fn on_tick(&mut self, now: Timestamp) {
+        self.batcher.on_tick(now);
+    }
+
+    /// The next answer, and who waits for it.
+    pub fn next_answer(&mut self) -> Option<(Pending, Answer)> {
+        loop {
+            let (ticket, answer) = self.batcher.next_answer()?;
+            if let Some(pending) = self.pending.remove(&ticket) {
+                return Some((pending, answer));
+            }
+        }
+    }
+
+    /// Whether an answer waits for delivery.
+    pub fn has_answers(&self) -> bool {
+        self.batcher.has_answers()
+    }
+
+    /// Everybody who still waits: nobody will answer them any more.
+    pub fn abandon(&mut self) -> Vec<Pending> {
+        std::mem::take(&mut self.pending).into_values().collect()
+    }
+
+    /// Whether nobody waits.
+    pub fn is_idle(&self) -> bool {
+        self.pending.is_empty() && self.batcher.is_idle()
+    }
+
+    /// Why operations failed since this was last called, for the log.
+    pub fn take_causes(&mut self) -> Vec<&'static str> {
+        self.batcher.take_counts().causes.into_keys().map(crate::store::redis::Cause::as_str).collect()
+    }
+
+    /// Keeps a copy of what Redis is known to hold.
+    pub fn keep(&mut self, copy: &Copy, now: Timestamp) {
+        if let Some(near_cache) = &mut self.near_cache {
+            let Copy { key, owner, fingerprint, response, life } = copy;
+            near_cache.put(key, *owner, *fingerprint, response, *life, now);
+        }
+    }
+
+    /// Keeps a copy of what Redis answered to a claim.
+    pub fn keep_reply(&mut self, key: StoreKey, reply: &ClaimReply, life: Duration, now: Timestamp) {
+        let (Some(near_cache), ClaimReply::Completed { fingerprint, response }) =
+            (&mut self.near_cache, reply)
+        else {
+            return;
+        };
+        if let Some(owner) = hostcalls::random_bytes::<16>() {
+            near_cache.put(&key, Owner::from_bytes(owner), *fingerprint, response, life, now);
+        }
+    }
+
+    /// What the near cache did since this was last called.
+    pub fn take_events(&mut self) -> StoreEvents {
+        self.near_cache.as_mut().map(NearCache::take_events).unwrap_or_default()
+    }
+}
+
+fn copy_of(hold: &Hold, write: &Write) -> Option<Box<Copy>> {
+    match write {
+        Write::Complete { response, record_ttl } => Some(Box::new(Copy {
+            key: hold.key,
+            owner: hold.owner,
+            fingerprint: hold.fingerprint,
+            response: Rc::clone(response),
+            life: *record_ttl,
+        })),
+        Write::Renew { .. } | Write::Fail { .. } | Write::Release => None,
+    }
+}
+
+/// An exchange's answer to what it asked. One of another kind is no answer.
+pub fn exchange_answer(kind: &Kind, answer: Answer) -> StoreAnswer {
+    let write = |answer| match answer {
+        Answer::Write(result) => result,
+        Answer::Claim(_) | Answer::NotSent => Err(StoreError::Unavailable),
+    };
+    match kind {
+        Kind::Claim(_) => StoreAnswer::Claim(match answer {
+            Answer::Claim(result) => result.map(|claimed| claimed.reply),
+            Answer::Write(_) | Answer::NotSent => Err(StoreError::Unavailable),
+        }),
+        Kind::Renew => StoreAnswer::Renew(write(answer)),
+        Kind::End => StoreAnswer::End(write(answer)),
+    }
+}
+
+/// The outbox's answer.
+pub fn write_answer(answer: Answer) -> Result<WriteReply, StoreError> {
+    match answer {
+        Answer::Write(result) => result,
+        Answer::Claim(_) | Answer::NotSent => Err(StoreError::Unavailable),
+    }
+}
