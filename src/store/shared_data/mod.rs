@@ -59,6 +59,8 @@ use self::table::{Place, find, status_only};
 use super::{Claim, ClaimReply, Hold, Store, StoreError, Write, WriteReply};
 use crate::clock::Timestamp;
 use crate::config::{OnAbandoned, SharedDataConfig, WhenFull};
+use crate::fingerprint::Fingerprint;
+use crate::key::StoreKey;
 use crate::record::{
     ClaimDecision, ClaimTerms, Record, RecordState, WriteDecision, decide_claim, decide_write, in_flight,
 };
@@ -127,6 +129,20 @@ impl<C: Cas> SharedDataStore<C> {
     /// Bytes that the bodies of one group may take together; a longer response is always a tombstone.
     pub const fn group_budget(&self) -> u64 {
         self.group_budget
+    }
+
+    /// The fingerprint and the response of a completed record, if there is one that can be read. It changes nothing.
+    pub fn peek(&mut self, key: &StoreKey, now: Timestamp) -> Option<(Fingerprint, Vec<u8>)> {
+        let place = Place::of(key, &self.geometry);
+        let bucket = self.load_bucket(place.bucket).ok()?.bucket;
+        let entry = find(&bucket, &place, now).ok()?.filter(|entry| now < entry.record.expires)?;
+        match &entry.record.state {
+            RecordState::Completed { .. } => {
+                let response = self.read_response(&place, &entry).ok()??;
+                Some((entry.record.fingerprint, response))
+            }
+            RecordState::InFlight { .. } | RecordState::Failed { .. } => None,
+        }
     }
 
     /// What happened since this was last called.
