@@ -448,7 +448,7 @@ impl StoreKey {
     /// The whole hash in 64 lower-case hexadecimal digits.
     #[must_use]
     pub fn hex(&self) -> String {
-        self.0.iter().flat_map(|byte| hex_digits(*byte)).map(char::from).collect()
+        hex(&self.0)
     }
 
     /// The first 8 digits of [`hex`](Self::hex), which logs show.
@@ -513,6 +513,11 @@ pub(crate) fn update_framed(hasher: &mut Sha256, piece: &[u8]) {
 /// The length prefix of a piece, or a count: `u64` little endian on every target.
 pub(crate) fn frame_length(length: usize) -> [u8; 8] {
     (length as u64).to_le_bytes()
+}
+
+/// Two lower-case hexadecimal digits for each byte.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().flat_map(|byte| hex_digits(*byte)).map(char::from).collect()
 }
 
 fn hex_digits(byte: u8) -> [u8; 2] {

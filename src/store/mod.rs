@@ -10,7 +10,9 @@
 //! - The same operation with the same owner twice is the same as once: a reply may be lost.
 //! - A [`StoreError`] means the operation may have been executed.
 
+pub mod near_cache;
 pub mod outbox;
+pub mod redis;
 pub mod shared_data;
 
 use std::fmt;

@@ -1,0 +1,339 @@
+//! Natural batching: one callout carries everything that waits, and while enough of them are out the rest waits.
+//!
+//! Sans-IO: **after each call, drain [`Batcher::next_answer`] until it gives none, then dispatch what
+//! [`Batcher::poll`] gives until it gives none.** Every ticket is answered exactly once.
+//!
+//! | a callout | its operations |
+//! |---|---|
+//! | was answered by a whole envelope | each by its own value |
+//! | was answered otherwise, or not at all | may have been executed: once more while time remains, else unavailable |
+//! | was refused by the host | were surely not executed: again while time remains, else not sent |
+//!
+//! | a value | its operation |
+//! |---|---|
+//! | what its script says | is answered |
+//! | `-NOSCRIPT` | was not executed: once more, with the script's text |
+//! | another `-` reply that may pass | may have been executed: once more while time remains, else unavailable |
+//! | any other, or any other shape | unavailable |
+//!
+//! A batch whose answer never comes gives its place up; what it brings later is ignored.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use super::envelope;
+use super::fault::{CalloutFault, Cause, Fault};
+use super::operation::{ClaimAnswer, Operation, read_claim, read_write};
+use super::queue::{Job, Queue, Room};
+use super::resp::{Value, encode_command};
+use super::script::{Call, Scripts};
+use crate::clock::Timestamp;
+use crate::store::{StoreError, WriteReply};
+
+pub use super::queue::Priority;
+
+/// Operations in one callout.
+const MAX_OPERATIONS: usize = 256;
+/// Bytes of one callout's body, but for one larger operation that goes alone.
+const MAX_BYTES: usize = 1 << 20;
+/// Bytes that one callout's answer may have. Envoy resets the callout at 32 MiB, and all of it is held twice here.
+const MAX_ANSWER_BYTES: u64 = 16 << 20;
+/// What a kept response has beside its body, generously.
+const HEAD_BYTES: u64 = 64 << 10;
+
+/// How a worker talks to its Redis.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BatchSettings {
+    /// What every key begins with.
+    pub key_prefix: String,
+    /// By then every operation is answered, its time in the queue and a second try included.
+    pub timeout: Duration,
+    /// Callouts that may be out at the same time.
+    pub max_in_flight_batches: usize,
+    /// The longest response body that any rule keeps: how many claims fit one answer follows from it.
+    pub max_response_body_bytes: u64,
+}
+
+/// A batch that was given out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BatchId(u64);
+
+/// A callout to be made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dispatch {
+    /// To be given back with its answer.
+    pub batch: BatchId,
+    /// The callout's body.
+    pub body: Vec<u8>,
+    /// The callout's timeout.
+    pub timeout: Duration,
+    /// How many operations it carries.
+    pub operations: usize,
+}
+
+/// What became of an operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Answer {
+    /// Of a claim. An error means that it may have been executed.
+    Claim(Result<ClaimAnswer, StoreError>),
+    /// Of a fenced operation. An error means that it may have been executed.
+    Write(Result<WriteReply, StoreError>),
+    /// It was cancelled, or its time was over, before it left: the store is unavailable, and nothing was executed.
+    NotSent,
+}
+
+/// What happened since it was last asked.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Counts {
+    /// Operations sent once more because they may have failed.
+    pub retries: u64,
+    /// Operations sent once more with their script's text.
+    pub script_misses: u64,
+    /// Callouts that the host refused.
+    pub refused: u64,
+    /// Answers that came when nobody waited any more.
+    pub late: u64,
+    /// What operations failed of, each try counted.
+    pub causes: BTreeMap<Cause, u64>,
+}
+
+#[derive(Debug)]
+struct InFlight {
+    batch: BatchId,
+    /// In the order sent; none where it is answered already.
+    jobs: Vec<Option<Job>>,
+    /// Its place is given up then.
+    until: Timestamp,
+}
+
+/// The operations of one worker on their way to Redis.
+#[derive(Debug)]
+pub struct Batcher {
+    settings: BatchSettings,
+    scripts: Scripts,
+    room: Room,
+    queue: Queue,
+    in_flight: Vec<InFlight>,
+    answers: VecDeque<(u64, Answer)>,
+    last_batch: u64,
+    paused_until: Option<Timestamp>,
+    counts: Counts,
+}
+
+impl Batcher {
+    /// A batcher with nothing to do.
+    #[must_use]
+    pub fn new(settings: BatchSettings, scripts: Scripts) -> Self {
+        let per_claim = settings.max_response_body_bytes.saturating_add(HEAD_BYTES);
+        let claims = usize::try_from(MAX_ANSWER_BYTES.checked_div(per_claim).unwrap_or(1));
+        let claims = claims.unwrap_or(MAX_OPERATIONS).clamp(1, MAX_OPERATIONS);
+        Self {
+            settings,
+            scripts,
+            room: Room { operations: MAX_OPERATIONS, claims, bytes: MAX_BYTES },
+            queue: Queue::default(),
+            in_flight: Vec::new(),
+            answers: VecDeque::new(),
+            last_batch: 0,
+            paused_until: None,
+            counts: Counts::default(),
+        }
+    }
+
+    /// Takes an operation. Of one claim's operations only one may be on its way at a time.
+    pub fn submit(&mut self, ticket: u64, operation: Operation, priority: Priority, now: Timestamp) {
+        let deadline = now.after(self.settings.timeout);
+        self.queue.push_back(Job { ticket, operation, priority, deadline, call: Call::Name, failures: 0 });
+    }
+
+    /// Nobody waits for this claim any more. One that has not left is answered at once; one that is out goes on, and
+    /// a write always does.
+    pub fn cancel(&mut self, ticket: u64) {
+        if let Some(job) = self.queue.take_claim(ticket) {
+            self.give_up(&job);
+        }
+    }
+
+    /// The next callout to be made, if there is one and a place for it.
+    pub fn poll(&mut self, now: Timestamp) -> Option<Dispatch> {
+        self.expire_queue(now);
+        let is_full = self.in_flight.len() >= self.settings.max_in_flight_batches.max(1);
+        if is_full || self.paused_until.is_some_and(|until| now < until) {
+            return None;
+        }
+        self.paused_until = None;
+        let Self { queue, settings, scripts, .. } = self;
+        let prefix = &settings.key_prefix;
+        let jobs = queue.next_batch(self.room, |job| job.operation.weight(prefix, scripts, job.call));
+        let latest = jobs.iter().map(|job| job.deadline).max()?;
+        let mut body = Vec::new();
+        for job in &jobs {
+            encode_command(&mut body, &job.operation.argv(prefix, scripts, job.call));
+        }
+        envelope::seal(&mut body);
+        let timeout = (settings.timeout / 2).min(latest.since(now)).max(Duration::from_millis(1));
+        self.last_batch = self.last_batch.wrapping_add(1);
+        let batch = BatchId(self.last_batch);
+        let operations = jobs.len();
+        let until = now.after(timeout).after(self.settings.timeout);
+        self.in_flight.push(InFlight { batch, jobs: jobs.into_iter().map(Some).collect(), until });
+        Some(Dispatch { batch, body, timeout, operations })
+    }
+
+    /// A callout ended.
+    pub fn on_reply(&mut self, batch: BatchId, reply: Result<&[u8], CalloutFault>, now: Timestamp) {
+        let Some(jobs) = self.take_batch(batch) else {
+            self.counts.late = self.counts.late.saturating_add(1);
+            return;
+        };
+        let values = match reply {
+            Ok(bytes) => envelope::open(bytes, jobs.len()).ok_or(Cause::BrokenEnvelope),
+            Err(fault) => Err(fault.cause()),
+        };
+        let again: Vec<Job> = match values {
+            Ok(values) => {
+                let answered = jobs.into_iter().zip(values);
+                answered.filter_map(|(job, value)| self.settle(job?, &value, now)).collect()
+            }
+            Err(cause) => self.fail_all(jobs, cause, now),
+        };
+        self.put_back(again);
+    }
+
+    /// The host refused a callout: nothing was sent.
+    pub fn on_refused(&mut self, batch: BatchId, now: Timestamp) {
+        let Some(jobs) = self.take_batch(batch) else { return };
+        self.counts.refused = self.counts.refused.saturating_add(1);
+        // A host that refuses one refuses the next at once, for ever.
+        self.paused_until = Some(now.after(self.settings.timeout / 8));
+        let again: Vec<Job> = jobs.into_iter().flatten().collect();
+        again.iter().for_each(|_| self.count(Cause::Refused));
+        self.put_back(again);
+        self.expire_queue(now);
+    }
+
+    /// Time has passed: several times within a timeout, or operations are answered later than they should.
+    pub fn on_tick(&mut self, now: Timestamp) {
+        self.expire_queue(now);
+        let mut overdue = Vec::new();
+        for in_flight in &mut self.in_flight {
+            for job in &mut in_flight.jobs {
+                overdue.extend(job.take_if(|job| now >= job.deadline));
+            }
+        }
+        for job in overdue {
+            let again = self.fail(job, Cause::TimedOut, now);
+            self.put_back(again);
+        }
+        let (lost, kept): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.in_flight).into_iter().partition(|in_flight| now >= in_flight.until);
+        self.in_flight = kept;
+        for in_flight in lost {
+            let again = self.fail_all(in_flight.jobs, Cause::NoAnswer, now);
+            self.put_back(again);
+        }
+    }
+
+    /// The next answer, and the ticket it belongs to.
+    pub fn next_answer(&mut self) -> Option<(u64, Answer)> {
+        self.answers.pop_front()
+    }
+
+    /// Whether nothing waits and nothing is out.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.queue.len() == 0 && self.in_flight.is_empty() && self.answers.is_empty()
+    }
+
+    /// Operations that wait for a callout.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// What happened since this was last called.
+    pub fn take_counts(&mut self) -> Counts {
+        std::mem::take(&mut self.counts)
+    }
+
+    fn take_batch(&mut self, batch: BatchId) -> Option<Vec<Option<Job>>> {
+        let at = self.in_flight.iter().position(|in_flight| in_flight.batch == batch)?;
+        Some(self.in_flight.swap_remove(at).jobs)
+    }
+
+    /// Answers an operation by its value, or gives it back to be sent once more.
+    fn settle(&mut self, mut job: Job, value: &Value<'_>, now: Timestamp) -> Option<Job> {
+        let answer = match &job.operation {
+            Operation::Claim(_) => read_claim(value).map(|answer| Answer::Claim(Ok(answer))),
+            Operation::Write(..) => read_write(value).map(|reply| Answer::Write(Ok(reply))),
+        };
+        match answer {
+            Ok(answer) => {
+                self.answers.push_back((job.ticket, answer));
+                None
+            }
+            Err(Fault::NoScript) if job.call == Call::Name => {
+                self.counts.script_misses = self.counts.script_misses.saturating_add(1);
+                job.call = Call::Text;
+                Some(job)
+            }
+            Err(Fault::NoScript) => self.fail(job, Cause::UnexpectedReply, now),
+            Err(Fault::Unavailable(cause)) => self.fail(job, cause, now),
+            Err(Fault::Unreadable) => {
+                self.answer_error(&job, StoreError::Unreadable);
+                None
+            }
+        }
+    }
+
+    fn fail_all(&mut self, jobs: Vec<Option<Job>>, cause: Cause, now: Timestamp) -> Vec<Job> {
+        jobs.into_iter().filter_map(|job| self.fail(job?, cause, now)).collect()
+    }
+
+    /// A try that may have been executed: gives it back if another may help and there is time, or gives it up.
+    fn fail(&mut self, mut job: Job, cause: Cause, now: Timestamp) -> Option<Job> {
+        self.count(cause);
+        job.failures = job.failures.saturating_add(1);
+        if job.failures == 1 && cause.is_transient() && now < job.deadline {
+            self.counts.retries = self.counts.retries.saturating_add(1);
+            return Some(job);
+        }
+        self.give_up(&job);
+        None
+    }
+
+    /// Ahead of what waits, in the same order.
+    fn put_back(&mut self, again: impl IntoIterator<Item = Job, IntoIter: DoubleEndedIterator>) {
+        for job in again.into_iter().rev() {
+            self.queue.push_front(job);
+        }
+    }
+
+    fn expire_queue(&mut self, now: Timestamp) {
+        for job in self.queue.take_expired(now) {
+            self.count(Cause::TimedOut);
+            self.give_up(&job);
+        }
+    }
+
+    fn give_up(&mut self, job: &Job) {
+        if job.failures == 0 {
+            self.answers.push_back((job.ticket, Answer::NotSent));
+        } else {
+            self.answer_error(job, StoreError::Unavailable);
+        }
+    }
+
+    fn answer_error(&mut self, job: &Job, error: StoreError) {
+        let answer = match &job.operation {
+            Operation::Claim(_) => Answer::Claim(Err(error)),
+            Operation::Write(..) => Answer::Write(Err(error)),
+        };
+        self.answers.push_back((job.ticket, answer));
+    }
+
+    fn count(&mut self, cause: Cause) {
+        let count = self.counts.causes.entry(cause).or_default();
+        *count = count.saturating_add(1);
+    }
+}
