@@ -117,7 +117,7 @@ impl World {
     fn submit(&mut self, is_claim: bool, priority: Priority) {
         let ticket = self.submitted.len() as u64;
         let holder = hold(ticket, 1);
-        let operation = match (is_claim, ticket % 3) {
+        let operation = match (is_claim, ticket % 9) {
             (true, _) => claim(&holder),
             (false, 0) => Operation::Write(holder, Write::Release),
             (false, 1) => complete(&holder, &vec![b'*'; 300 << 10]),
@@ -205,7 +205,9 @@ impl World {
         for (at, (ticket, by_name, is_claim)) in commands.iter().enumerate() {
             let drawn = match kind {
                 Kind::Mixed(drawn) => drawn[at % drawn.len()],
-                _ => 0,
+                Kind::Whole | Kind::Empty | Kind::Cut(_) | Kind::Longer | Kind::Reset | Kind::OtherStatus => {
+                    0
+                }
             };
             let is_miss = drawn == 1 && *by_name;
             if is_executed && !is_miss {
@@ -250,7 +252,7 @@ impl World {
             self.batcher.on_reply(batch, reply.as_deref().map_err(|fault| *fault), now);
             self.dispatch();
         }
-        if now.as_millis() % u64::try_from(TICK.as_millis()).unwrap() == 0 {
+        if now.as_millis().is_multiple_of(u64::try_from(TICK.as_millis()).unwrap()) {
             self.batcher.on_tick(now);
             self.dispatch();
         }
@@ -258,20 +260,18 @@ impl World {
 }
 
 /// The ticket each command is for, whether it names its script, and whether it is a claim.
-fn commands(body: &[u8]) -> Vec<(u64, bool, bool)> {
+fn commands<'a>(body: &'a [u8]) -> Vec<(u64, bool, bool)> {
     let mut commands = Vec::new();
     let mut rest = body;
     loop {
         let (value, after) = decode(rest).expect("a command");
         rest = after;
         let Value::Array(argv) = value else { panic!("{value:?}") };
-        let argv: Vec<&[u8]> = argv
-            .iter()
-            .map(|argument| match argument {
-                Value::Bulk(argument) => *argument,
-                other => panic!("{other:?}"),
-            })
-            .collect();
+        let bulk = |argument: &Value<'a>| {
+            let Value::Bulk(argument) = argument else { panic!("{argument:?}") };
+            *argument
+        };
+        let argv: Vec<&[u8]> = argv.iter().map(bulk).collect();
         if argv == [b"QUIT"] {
             assert_eq!(rest, b"", "the QUIT is the last");
             return commands;
