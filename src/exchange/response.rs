@@ -427,7 +427,7 @@ impl Saving {
     }
 
     pub(super) fn on_answered(
-        self: Box<Self>,
+        self,
         answer: Result<WriteReply, StoreError>,
         effects: &mut Vec<Effect>,
     ) -> State {
