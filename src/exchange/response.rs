@@ -315,7 +315,8 @@ impl Exchange {
             // Every byte was there: what happened after that does not change it.
             return self.finish(responding, now, effects);
         }
-        if responding.is_undecided() {
+        // A status that is replayed is no Envoy's answer for a lost request.
+        if meaning != StatusMeaning::Replay && responding.is_undecided() {
             let outcome = Outcome::Failed(Reason::Intermediary);
             return self.end(responding.held, outcome, None, false, effects);
         }
