@@ -84,27 +84,27 @@ const NEVER_CONNECTED: [&[u8]; 4] =
     [b"local_connection_failure", b"remote_connection_failure", b"connection_timeout", b"overflow"];
 
 /// Details of replies made where no host was ever picked.
-const NEVER_ROUTED: [&[u8]; 7] = [
+const NEVER_ROUTED: [&[u8]; 8] = [
     b"route_not_found",
     b"cluster_not_found",
     b"no_healthy_upstream",
     b"maintenance_mode",
     b"direct_response",
     b"drop_overload",
+    b"unconditional_drop_overload",
     b"no_cluster_info",
 ];
 
-const TIMEOUTS: [&[u8]; 6] = [
+const TIMEOUTS: [&[u8]; 8] = [
     b"response_timeout",
     b"upstream_per_try_timeout",
     b"upstream_per_try_idle_timeout",
+    b"upstream_max_stream_duration_reached",
+    b"max_duration_timeout",
     b"stream_idle_timeout",
     b"duration_timeout",
     b"request_overall_timeout",
 ];
-
-const RESETS: [&[u8]; 3] =
-    [b"upstream_max_stream_duration_reached", b"max_duration_timeout", b"protocol_error"];
 
 /// `CoreResponseFlag::DownstreamConnectionTermination`, `DownstreamProtocolError` and `DownstreamRemoteReset`: a
 /// connection that closed, one that Envoy closed because of what came on it, and a stream that was reset.
@@ -148,7 +148,7 @@ pub fn response_source(facts: &ResponseFacts<'_>, trust_route_retries: bool) -> 
     if TIMEOUTS.contains(&details) {
         return ResponseSource::Failed(Reason::Timeout);
     }
-    if RESETS.contains(&details) || details.starts_with(b"upstream_") {
+    if details.starts_with(b"upstream_") {
         return ResponseSource::Failed(Reason::Reset);
     }
     ResponseSource::Failed(Reason::Replaced)
@@ -173,7 +173,7 @@ pub fn closed_reason(facts: &ClosingFacts<'_>, response_started: bool) -> Reason
     if TIMEOUTS.contains(&details) {
         return Reason::Timeout;
     }
-    if RESETS.contains(&details) || details.starts_with(b"upstream_") {
+    if details.starts_with(b"upstream_") {
         return Reason::Reset;
     }
     Reason::Replaced
@@ -228,7 +228,12 @@ pub const TELLTALE_BYTES: usize = 256;
 
 const ENVOY_RESET_TEXT: &[u8] = b"upstream connect error or disconnect/reset before headers";
 const ENVOY_RESET_REASON: &[u8] = b". reset reason: ";
-const ENVOY_TIMEOUT_TEXTS: [&[u8]; 2] = [b"upstream request timeout", b"stream timeout"];
+const ENVOY_TIMEOUT_TEXTS: [&[u8]; 4] = [
+    b"upstream request timeout",
+    b"stream timeout",
+    b"upstream max stream duration reached",
+    b"downstream duration timeout",
+];
 const ENVOY_NEVER_CONNECTED: [&[u8]; 5] = [
     b"local connection failure",
     b"remote connection failure",
@@ -253,7 +258,7 @@ pub fn is_intermediary_failure(body: &[u8]) -> bool {
     })
 }
 
-/// Whether a head alone leaves open who made the response: an Envoy's text that has not arrived yet.
+/// Whether a head leaves open who made the response: `server` as Envoy writes it (Istio: `istio-envoy`).
 #[must_use]
 pub fn may_be_intermediary(server: Option<&[u8]>, content_type: Option<&[u8]>) -> bool {
     // A mesh's proxies call themselves "istio-envoy".
@@ -358,6 +363,8 @@ mod tests {
         assert_eq!(closed("http2.remote_reset", 0, false), Reason::ClientGone);
         assert_eq!(closed("http2.remote_reset", 0x1000_0000, false), Reason::ClientGone);
         assert_eq!(closed("codec_error", 0x4_0000, false), Reason::ClientGone);
+        assert_eq!(closed("max_duration_timeout", 0, false), Reason::Timeout);
+        assert_eq!(closed("upstream_max_stream_duration_reached", 0x8_0000, false), Reason::Timeout);
         assert_eq!(
             closed("upstream_reset_after_response_started{connection_termination}", 0, true),
             Reason::Truncated
@@ -390,12 +397,31 @@ mod tests {
             ("upstream connect error or disconnect/reset before headers. reset reason: overflowing", true),
             ("upstream connect error or disconnect/reset before headers", true),
             ("upstream request timeout", true),
+            ("upstream max stream duration reached", true),
+            ("downstream duration timeout", true),
             ("no healthy upstream", false),
             ("{\"error\":\"busy\"}", false),
             ("", false),
         ] {
             assert_eq!(is_intermediary_failure(body.as_bytes()), expected, "{body}");
         }
+    }
+
+    #[test]
+    fn the_beginning_of_a_proxys_text_leaves_open_what_it_was() {
+        for body in
+            ["", "upstream", "upstream connect error or disconnect/reset before headers", "stream time"]
+        {
+            assert!(may_become_intermediary(body.as_bytes()), "{body}");
+        }
+        for body in ["busy", "upstream is busy", "upstream request timeout!"] {
+            assert!(!may_become_intermediary(body.as_bytes()), "{body}");
+        }
+        let may_be =
+            |server: &str, kind: &str| may_be_intermediary(Some(server.as_bytes()), Some(kind.as_bytes()));
+        assert!(may_be("envoy", "text/plain") && may_be("istio-envoy", "text/plain; charset=utf-8"));
+        assert!(!may_be("nginx", "text/plain") && !may_be("envoy", "application/json"));
+        assert!(!may_be_intermediary(None, None));
     }
 
     #[test]

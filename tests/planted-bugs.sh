@@ -8,6 +8,8 @@ export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-$root/target}"
 case "$CARGO_TARGET_DIR" in /*) ;; *) CARGO_TARGET_DIR="$root/$CARGO_TARGET_DIR" ;; esac
 tree="$CARGO_TARGET_DIR/planted/tree"
 log="$CARGO_TARGET_DIR/planted/log"
+# A directory of its own: Cargo takes the copy for the same package, and would reuse a planted artefact for the clean tree.
+copy_target="$CARGO_TARGET_DIR/planted/build"
 only=("$@")
 planted=0
 survived=0
@@ -35,14 +37,14 @@ PY
 }
 
 native() {
-    (cd "$tree" && cargo test --locked --lib --test scenarios --test store_contract "$@")
+    (cd "$tree" && cargo test --locked --target-dir "$copy_target" --lib --test scenarios --test store_contract "$@")
 }
 
 # The end-to-end binary is the unplanted one; only the filter it loads is planted.
 through_envoy() {
     (cd "$tree" && cargo build --locked --release --lib --target wasm32-wasip1 --features test-hooks \
-        --target-dir "$CARGO_TARGET_DIR/hooks-build")
-    cp "$CARGO_TARGET_DIR/hooks-build/wasm32-wasip1/release/idempotency.wasm" "$tree/planted.wasm"
+        --target-dir "$copy_target/hooks")
+    cp "$copy_target/hooks/wasm32-wasip1/release/idempotency.wasm" "$tree/planted.wasm"
     (cd "$root" && IDEMPOTENCY_WASM="$tree/planted.wasm" IDEMPOTENCY_TEST_WASM="$tree/planted.wasm" \
         cargo test --locked --test e2e "$@")
 }

@@ -536,7 +536,7 @@ impl Exchange {
                 State::Responding(responding)
             }
             (State::Saving(saving), StoreAnswer::Renew(answer)) => saving.on_renewed(&answer, effects),
-            (State::Saving(saving), StoreAnswer::End(answer)) => saving.on_answered(answer, effects),
+            (State::Saving(saving), StoreAnswer::End(answer)) => (*saving).on_answered(answer, effects),
             (state, StoreAnswer::Claim(_) | StoreAnswer::Renew(_) | StoreAnswer::End(_)) => {
                 unexpected(state, effects)
             }
@@ -874,9 +874,10 @@ pub fn drive(exchange: &mut Exchange, event: Event<'_>, now: Timestamp, io: &mut
     for _ in 0..MAX_ANSWERS {
         let mut answer = None;
         for effect in step.effects {
-            match effect {
-                Effect::Store(op) => answer = io.ask(op).or(answer),
-                other => io.apply(other),
+            if let Effect::Store(op) = effect {
+                answer = io.ask(op).or(answer);
+            } else {
+                io.apply(effect);
             }
         }
         let Some(answer) = answer else { return exchange.gate() };

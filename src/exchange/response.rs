@@ -13,11 +13,11 @@ use crate::outcome::{
 };
 use crate::record::Reason;
 use crate::record::codec::ResponseEncoder;
-use crate::reply::ContentType;
 use crate::reply::problem::REFUSAL_HEADER;
 use crate::reply::replay::{
     PROTECTION_HEADER, has_cors, is_kept_by_tombstones, kept_headers, tombstone_headers,
 };
+use crate::reply::{ContentType, fit_a_reply};
 use crate::store::{Hold, StoreError, Write, WriteReply};
 
 /// How long the last frame waits for the end that must follow it.
@@ -214,7 +214,9 @@ impl Exchange {
             return Capture::Tombstone(ResponseEncoder::tombstone(status, []).unwrap_or_default());
         };
         let streamed = headers.first("content-type").is_some_and(is_event_stream);
-        if streamed || announced.is_some_and(|length| length > rule.max_response_body_bytes) {
+        let too_large = announced.is_some_and(|length| length > rule.max_response_body_bytes)
+            || !fit_a_reply(kept_headers(headers, rule));
+        if streamed || too_large {
             return tombstone(status, headers, rule);
         }
         let origin = request_origin.filter(|_| has_cors(headers));
@@ -313,7 +315,8 @@ impl Exchange {
             // Every byte was there: what happened after that does not change it.
             return self.finish(responding, now, effects);
         }
-        if responding.is_undecided() {
+        // A status that is replayed is no Envoy's answer for a lost request.
+        if meaning != StatusMeaning::Replay && responding.is_undecided() {
             let outcome = Outcome::Failed(Reason::Intermediary);
             return self.end(responding.held, outcome, None, false, effects);
         }
@@ -427,7 +430,7 @@ impl Saving {
     }
 
     pub(super) fn on_answered(
-        self: Box<Self>,
+        self,
         answer: Result<WriteReply, StoreError>,
         effects: &mut Vec<Effect>,
     ) -> State {
@@ -446,7 +449,8 @@ impl Saving {
 }
 
 fn tombstone(status: u16, headers: &HeaderBlock, rule: &Rule) -> Capture {
-    let lines = tombstone_headers(headers, rule);
+    let fit = fit_a_reply(tombstone_headers(headers, rule));
+    let lines = tombstone_headers(headers, rule).filter(|_| fit);
     Capture::Tombstone(ResponseEncoder::tombstone(status, lines).unwrap_or_default())
 }
 

@@ -44,10 +44,11 @@ impl StreamState {
                 Gate::HoldResponse => Some(Direction::Response),
                 Gate::Pass => None,
             };
-            if let Some(direction) = direction {
-                if io.enter() && hostcalls::resume(direction).is_err() {
-                    shared.metrics.count(Counter::HostErrors);
-                }
+            if let Some(direction) = direction
+                && io.enter()
+                && hostcalls::resume(direction).is_err()
+            {
+                shared.metrics.count(Counter::HostErrors);
             }
         }
         io.leave();

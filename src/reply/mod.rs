@@ -39,3 +39,37 @@ pub enum ContentType {
     /// The kept response had this one, and no body.
     Exactly(Vec<u8>),
 }
+
+/// Whether these lines fit one reply. The host takes at most 1024 of them and 1 MiB serialized, and drops *all* of
+/// them without a word beyond that (proxy-wasm-cpp-host `include/proxy-wasm/limits.h`). A little is left for what
+/// the filter adds.
+#[must_use]
+pub fn fit_a_reply<'a>(lines: impl IntoIterator<Item = (&'a [u8], &'a [u8])>) -> bool {
+    const MOST_LINES: usize = 1000;
+    const MOST_BYTES: usize = (1024 - 16) * 1024;
+    /// Two sizes and two NULs.
+    const FRAMING: usize = 10;
+    let (mut count, mut bytes) = (0_usize, 0_usize);
+    for (name, value) in lines {
+        count = count.saturating_add(1);
+        bytes = bytes.saturating_add(name.len()).saturating_add(value.len()).saturating_add(FRAMING);
+    }
+    count <= MOST_LINES && bytes <= MOST_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_host_would_drop_does_not_fit() {
+        let line = |length: usize| (b"n".as_slice(), vec![b'v'; length]);
+        for (count, length, fits) in
+            [(0, 0, true), (1000, 10, true), (1001, 0, false), (1, 1_000_000, true), (2, 600_000, false)]
+        {
+            let lines = vec![line(length); count];
+            let lines = lines.iter().map(|(name, value)| (*name, value.as_slice()));
+            assert_eq!(fit_a_reply(lines), fits, "{count} lines of {length} bytes");
+        }
+    }
+}

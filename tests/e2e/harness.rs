@@ -373,13 +373,8 @@ async fn crash_of_envoy_fails_the_test() {
 
 const CHILD: &str = "IDEMPOTENCY_E2E_DOOMED";
 
-/// The other half of `envoy_dies_with_the_test_process`.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "runs as a child process of another test"]
-async fn doomed_process() {
-    if std::env::var_os(CHILD).is_none() {
-        return;
-    }
+/// What the child process of `envoy_dies_with_the_test_process` does.
+async fn be_the_doomed_process() {
     let envoy = Envoy::builder().without_filter().routes(answering("")).start().await;
     println!("pid={}", envoy.pid());
     std::future::pending::<()>().await;
@@ -387,9 +382,12 @@ async fn doomed_process() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn envoy_dies_with_the_test_process() {
+    if std::env::var_os(CHILD).is_some() {
+        return be_the_doomed_process().await;
+    }
     let left_behind = tempfile::tempdir().unwrap();
     let mut child = tokio::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "harness::doomed_process", "--ignored", "--nocapture"])
+        .args(["--exact", "harness::envoy_dies_with_the_test_process", "--nocapture"])
         .env(CHILD, "1")
         .env("TMPDIR", left_behind.path())
         .stdout(std::process::Stdio::piped())

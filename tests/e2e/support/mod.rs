@@ -21,7 +21,7 @@ pub use merge::deep_merge;
 pub use origin::{Barrier, Behaviour, Origin, RefusedPort, Reply, Seen};
 pub use raw_origin::{End, RawOrigin, RawReply};
 pub use rng::Rng;
-pub use wait::{PATIENCE, poll_until};
+pub use wait::{PATIENCE, all_at_once, poll_until};
 
 /// A key no other test uses, in the form of a UUID.
 pub fn unique_key() -> String {

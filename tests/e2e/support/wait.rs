@@ -18,3 +18,22 @@ pub async fn poll_until<T>(deadline: Duration, what: &str, mut probe: impl Async
         tokio::time::sleep(PAUSE).await;
     }
 }
+
+/// Awaits all of them at once, in this task; the results come in the order of the futures.
+pub async fn all_at_once<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
+    let mut running: Vec<_> = futures.into_iter().map(|future| (Box::pin(future), None)).collect();
+    std::future::poll_fn(|cx| {
+        let mut pending = false;
+        for (future, result) in &mut running {
+            if result.is_none() {
+                match future.as_mut().poll(cx) {
+                    std::task::Poll::Ready(output) => *result = Some(output),
+                    std::task::Poll::Pending => pending = true,
+                }
+            }
+        }
+        if pending { std::task::Poll::Pending } else { std::task::Poll::Ready(()) }
+    })
+    .await;
+    running.into_iter().filter_map(|(_, result)| result).collect()
+}
