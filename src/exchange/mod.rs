@@ -763,7 +763,13 @@ impl Held {
     }
 }
 
-fn claim(request: Request, fingerprint: Fingerprint, wait: Option<Wait>, effects: &mut Vec<Effect>) -> State {
+fn claim(
+    request: Request,
+    fingerprint: Fingerprint,
+    wait: Option<Wait>,
+    now: Timestamp,
+    effects: &mut Vec<Effect>,
+) -> State {
     let rule = &request.rule;
     let terms = ClaimTerms {
         owner: request.owner,

@@ -20,6 +20,7 @@ mod flood;
 mod harness;
 mod lifecycle;
 mod outcomes;
+mod redis;
 mod requests;
 mod smoke;
 mod stop_iteration;

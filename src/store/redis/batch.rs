@@ -239,6 +239,12 @@ impl Batcher {
         self.answers.pop_front()
     }
 
+    /// Whether [`Self::next_answer`] has one to give.
+    #[must_use]
+    pub fn has_answers(&self) -> bool {
+        !self.answers.is_empty()
+    }
+
     /// Whether nothing waits and nothing is out.
     #[must_use]
     pub fn is_idle(&self) -> bool {
