@@ -817,7 +817,7 @@ async fn a_client_that_leaves_is_an_unknown_outcome_unless_the_status_had_decide
         (None, "failed.client_gone", 1),
         (Some(200), "failed.client_gone", 1),
         (Some(404), "failed.client_gone", 1),
-        (Some(500), "failed.status", 1),
+        (Some(500), "failed.client_gone", 1),
         (Some(503), "released.status", 2),
         (Some(429), "released.status", 2),
     ];
@@ -889,7 +889,7 @@ async fn a_proxys_text_that_was_cut_off_is_no_proof_that_nothing_ran() {
         ("istio-envoy", "text/plain", "strea", "failed.intermediary"),
         ("envoy", "text/plain", "busy, come again", "released.status"),
         ("envoy", "application/json", "{\"busy\": ", "released.status"),
-        ("nginx", "text/plain", "upst", "released.status"),
+        ("nginx", "text/plain", "no room", "released.status"),
     ];
     let origin = RawOrigin::start_with(|seen, nth| {
         if nth > 1 {
