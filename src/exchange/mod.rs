@@ -25,7 +25,7 @@
 //! | `Forwarded` | passes | decides | renews | fails, or hands over |
 //! | `Responding` | passes | captured; the last frame is held | renews | fails, unless its status froze the outcome |
 //! | `Saving` | passes | held until the store answered | – | nothing: the write is out |
-//! | `Replying` | over | our own: content-type is put right | – | – |
+//! | `Replying` | over | our own: its lines are put right | – | – |
 
 mod effect;
 mod event;
@@ -41,16 +41,16 @@ pub use worker::Worker;
 use crate::clock::Timestamp;
 use crate::config::{MissingKey, OnStoreError, Rule};
 use crate::fingerprint::{Fingerprint, FingerprintHasher};
-use crate::headers::RequestHead;
+use crate::headers::{HeaderBlock, RequestHead};
 use crate::key::{StoreKey, parse_key};
 use crate::metrics::Counter;
 use crate::outcome::{ClaimEnd, ClosingFacts, Outcome, claim_end, closed_reason};
 use crate::policy::Bypass;
 use crate::record::codec::StoredResponse;
 use crate::record::{ClaimTerms, Owner, Reason};
+use crate::reply::LocalReply;
 use crate::reply::problem::{Problem, retry_after_seconds};
 use crate::reply::replay::{PROTECTION_HEADER, replay};
-use crate::reply::{ContentType, LocalReply};
 use crate::scope::resolve_scope;
 use crate::store::{Claim, ClaimReply, Hold, StoreError, Write, WriteReply};
 use response::{Responding, Saving};
@@ -145,7 +145,8 @@ enum State {
     Forwarded(Box<Forwarded>),
     Responding(Box<Responding>),
     Saving(Box<Saving>),
-    Replying(ContentType),
+    /// The filter's own lines, until Envoy has made a head of them.
+    Replying(Option<HeaderBlock>),
     Done,
 }
 
@@ -206,15 +207,12 @@ impl Exchange {
     #[must_use]
     pub const fn wants_response_head(&self) -> bool {
         match &self.state {
-            State::Reading(_)
-            | State::Claiming(_)
-            | State::Forwarded(_)
-            | State::Replying(ContentType::Absent | ContentType::Exactly(_)) => true,
+            State::Reading(_) | State::Claiming(_) | State::Forwarded(_) | State::Replying(Some(_)) => true,
             State::Idle
             | State::Bypassed
             | State::Responding(_)
             | State::Saving(_)
-            | State::Replying(ContentType::Kept)
+            | State::Replying(None)
             | State::Done => false,
         }
     }
@@ -298,9 +296,9 @@ impl Exchange {
     }
 
     fn send(&self, reply: LocalReply, effects: &mut Vec<Effect>) -> State {
-        let content_type = reply.content_type.clone();
+        let own = HeaderBlock::parse(reply.headers.clone()).ok();
         effects.push(Effect::Reply(reply));
-        State::Replying(content_type)
+        State::Replying(own)
     }
 
     /// Refuses a covered request whose head or body the host could not give: without it there is no claim.
