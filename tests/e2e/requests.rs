@@ -1569,6 +1569,7 @@ async fn of_fifty_duplicates_at_once_one_runs() {
         let request = Request::post("/held").key(&key).body("b");
         let answers = tokio::spawn(burst(envoy.addr(), proto, vec![request.clone(); MANY]));
         envoy.wait_metric("conflicts", before + MANY as u64 - 1, PATIENCE).await;
+        barrier.wait_arrived(1, PATIENCE).await;
         assert_eq!((barrier.arrived(), origin.executions_of(&key)), (1, 1));
         barrier.open();
         let answers: Vec<Response> = answers.await.unwrap().into_iter().map(Result::unwrap).collect();
@@ -1602,6 +1603,7 @@ async fn of_two_payloads_under_one_key_one_runs_and_the_other_never() {
             let requests: Vec<_> = (0..16).map(|nth| request((nth + round) % 2)).collect();
             let answers = tokio::spawn(burst(envoy.addr(), proto, requests));
             poll_until(PATIENCE, "15 refusals", async || (counts().await >= before + 15).then_some(())).await;
+            barrier.wait_arrived(1, PATIENCE).await;
             assert_eq!((barrier.arrived(), origin.executions_of(&key)), (1, 1));
             barrier.open();
             let answers: Vec<Response> = answers.await.unwrap().into_iter().map(Result::unwrap).collect();

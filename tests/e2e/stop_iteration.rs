@@ -112,6 +112,7 @@ async fn without_the_setting_the_head_alone_still_protects() {
         let request = Request::post("/held").key(&key).body("b");
         let answers = tokio::spawn(burst(envoy.addr(), proto, vec![request; MANY]));
         envoy.wait_metric("conflicts", before + MANY as u64 - 1, PATIENCE).await;
+        barrier.wait_arrived(1, PATIENCE).await;
         assert_eq!((barrier.arrived(), origin.executions_of(&key)), (1, 1));
         barrier.open();
         let statuses: Vec<u16> =
