@@ -53,7 +53,7 @@ impl Store for ReferenceStore {
                     fingerprint: found.unwrap().fingerprint,
                     response: response.clone(),
                 },
-                other => panic!("{other:?}"),
+                state @ (RecordState::InFlight { .. } | RecordState::Failed { .. }) => panic!("{state:?}"),
             },
             ClaimDecision::Failed { reason } => {
                 ClaimReply::Failed { fingerprint: found.unwrap().fingerprint, reason }

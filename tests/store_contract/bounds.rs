@@ -210,7 +210,7 @@ fn random_operation(state: &mut u64) -> Operation {
     }
 }
 
-//// A hundred times what fits, each claimed and completed, one in eight with a body.
+/// Two hundred times what fits, each claimed and completed, one in eight with a body.
 #[test]
 fn a_flood_of_keys_leaves_what_it_found() {
     let config = config(512, 1 << 20, WhenFull::EvictCompleted);
