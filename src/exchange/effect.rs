@@ -31,8 +31,8 @@ pub enum Effect {
     SetRequestHeader(&'static str, String),
     /// Set a response header.
     SetResponseHeader(&'static str, Vec<u8>),
-    /// Remove a response header.
-    RemoveResponseHeader(&'static str),
+    /// Replace the whole head of the response, `:status` included, by these serialized lines.
+    ReplaceResponseHead(Vec<u8>),
     /// Count.
     Count(Counter),
     /// The claim is held from here on.

@@ -27,7 +27,7 @@
 //! | `Waiting` | held | Envoy's own reply: nothing is claimed | claims again | nothing is claimed |
 //! | `Shadow` | passes | passes | renews | fails |
 //! | `Saving` | passes | held until the store answered | – | nothing: the write is out |
-//! | `Replying` | over | our own: content-type is put right | – | – |
+//! | `Replying` | over | our own: its lines are put right | – | – |
 
 mod effect;
 mod event;
@@ -45,16 +45,16 @@ pub use worker::{WaiterPlace, Worker};
 use crate::clock::Timestamp;
 use crate::config::{InFlight, MissingKey, Mode, OnStoreError, Rule};
 use crate::fingerprint::{Fingerprint, FingerprintHasher};
-use crate::headers::RequestHead;
+use crate::headers::{HeaderBlock, RequestHead};
 use crate::key::{StoreKey, parse_key};
 use crate::metrics::Counter;
 use crate::outcome::{ClaimEnd, ClosingFacts, Outcome, claim_end, closed_reason};
 use crate::policy::Bypass;
 use crate::record::codec::StoredResponse;
 use crate::record::{ClaimTerms, Owner, Reason};
+use crate::reply::LocalReply;
 use crate::reply::problem::{Problem, retry_after_seconds};
 use crate::reply::replay::{PROTECTION_HEADER, replay};
-use crate::reply::{ContentType, LocalReply};
 use crate::scope::resolve_scope;
 use crate::store::{Claim, ClaimReply, Hold, StoreError, Write, WriteReply};
 use response::{Responding, Saving};
@@ -151,7 +151,8 @@ enum State {
     Forwarded(Box<Forwarded>),
     Responding(Box<Responding>),
     Saving(Box<Saving>),
-    Replying(ContentType),
+    /// The filter's own lines, until Envoy has made a head of them.
+    Replying(Option<HeaderBlock>),
     Shadow(Box<Shadow>),
     Done,
 }
@@ -239,13 +240,13 @@ impl Exchange {
             | State::Claiming(_)
             | State::Forwarded(_)
             | State::Waiting(_)
-            | State::Replying(ContentType::Absent | ContentType::Exactly(_)) => true,
+            | State::Replying(Some(_)) => true,
             State::Shadow(shadow) => shadow.wants_response_head(),
             State::Idle
             | State::Bypassed
             | State::Responding(_)
             | State::Saving(_)
-            | State::Replying(ContentType::Kept)
+            | State::Replying(None)
             | State::Done => false,
         }
     }
@@ -378,9 +379,9 @@ impl Exchange {
     }
 
     fn send(&self, reply: LocalReply, effects: &mut Vec<Effect>) -> State {
-        let content_type = reply.content_type.clone();
+        let own = HeaderBlock::parse(reply.headers.clone()).ok();
         effects.push(Effect::Reply(reply));
-        State::Replying(content_type)
+        State::Replying(own)
     }
 
     #[allow(clippy::too_many_arguments)]

@@ -17,7 +17,7 @@ use crate::reply::problem::REFUSAL_HEADER;
 use crate::reply::replay::{
     PROTECTION_HEADER, has_cors, is_kept_by_tombstones, kept_headers, tombstone_headers,
 };
-use crate::reply::{ContentType, fit_a_reply};
+use crate::reply::{fit_a_reply, put_right};
 use crate::store::{Hold, StoreError, Write, WriteReply};
 
 /// How long the last frame waits for the end that must follow it.
@@ -130,15 +130,10 @@ impl Exchange {
             State::Forwarded(forwarded) => {
                 self.on_forwarded_head(*forwarded, facts, headers, end, now, effects)
             }
-            State::Replying(content_type) => {
-                match content_type {
-                    ContentType::Kept => {}
-                    ContentType::Absent => effects.push(Effect::RemoveResponseHeader("content-type")),
-                    ContentType::Exactly(value) => {
-                        effects.push(Effect::SetResponseHeader("content-type", value));
-                    }
-                }
-                State::Replying(ContentType::Kept)
+            State::Replying(own) => {
+                let head = own.zip(headers).and_then(|(own, made)| put_right(&own, made));
+                effects.extend(head.map(Effect::ReplaceResponseHead));
+                State::Replying(None)
             }
             // Another filter's or Envoy's own reply before anything was claimed.
             State::Reading(_) | State::Waiting(_) => State::Done,

@@ -67,6 +67,7 @@ pub enum MetricKind {
 #[link(wasm_import_module = "env")]
 unsafe extern "C" {
     fn proxy_get_header_map_pairs(map: u32, data: *mut *mut u8, size: *mut usize) -> u32;
+    fn proxy_set_header_map_pairs(map: u32, data: *const u8, size: usize) -> u32;
     fn proxy_get_header_map_value(
         map: u32,
         key: *const u8,
@@ -236,6 +237,12 @@ pub fn dequeue(queue: u32) -> bool {
     let status = unsafe { proxy_dequeue_shared_queue(queue, &raw mut returned.data, &raw mut returned.size) };
     drop(returned.into_vec());
     status == OK
+}
+
+/// Replaces the whole map by these serialized lines.
+pub fn set_header_pairs(map: Map, lines: &[u8]) -> Result<(), HostError> {
+    // SAFETY: the pointer is valid for the call.
+    check(unsafe { proxy_set_header_map_pairs(map as u32, lines.as_ptr(), lines.len()) })
 }
 
 /// Removes all lines of that name.

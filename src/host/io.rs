@@ -125,9 +125,9 @@ impl Io for HostIo<'_> {
                     self.note(hostcalls::set_header(Map::Response, name, &value));
                 }
             }
-            Effect::RemoveResponseHeader(name) => {
+            Effect::ReplaceResponseHead(lines) => {
                 if self.enter() {
-                    self.note(hostcalls::remove_header(Map::Response, name));
+                    self.note(hostcalls::set_header_pairs(Map::Response, &lines));
                 }
             }
             Effect::Count(counter) => self.shared.metrics.count(counter),

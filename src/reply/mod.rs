@@ -3,6 +3,8 @@
 pub mod problem;
 pub mod replay;
 
+use crate::headers::{HeaderBlock, serialize_pairs};
+
 /// A reply made by the filter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalReply {
@@ -16,8 +18,6 @@ pub struct LocalReply {
     pub body_at: usize,
     /// `response.code_details`.
     pub code_details: &'static str,
-    /// What has to be put right once Envoy has made its response of it.
-    pub content_type: ContentType,
 }
 
 impl LocalReply {
@@ -28,16 +28,21 @@ impl LocalReply {
     }
 }
 
+/// The head that has to be sent in place of the one that Envoy made of the filter's own lines; `None` if that is
+/// right as it is.
+///
 /// Envoy adds `text/plain` to a local reply with a body and no content-type, and removes the content-type of one
-/// without a body (`source/common/http/utility.cc`, `prepareLocalReply`).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ContentType {
-    /// As Envoy leaves it.
-    Kept,
-    /// The kept response had none.
-    Absent,
-    /// The kept response had this one, and no body.
-    Exactly(Vec<u8>),
+/// without a body (`source/common/http/utility.cc`, `prepareLocalReply`). Routes, virtual hosts and later filters add
+/// their lines to every response, so to a replay of one that was kept with them. A name that the filter sends has the
+/// filter's lines only; the others are of this response.
+#[must_use]
+pub fn put_right(own: &HeaderBlock, made: &HeaderBlock) -> Option<Vec<u8>> {
+    let is_own = |name: &[u8]| name == b"content-type" || own.iter().any(|(known, _)| known == name);
+    if made.iter().filter(|(name, _)| is_own(name)).eq(own.iter()) {
+        return None;
+    }
+    let others = made.iter().filter(|(name, _)| !is_own(name));
+    Some(serialize_pairs(&others.chain(own.iter()).collect::<Vec<_>>()))
 }
 
 /// Whether these lines fit one reply. The host takes at most 1024 of them and 1 MiB serialized, and drops *all* of
@@ -60,6 +65,37 @@ pub fn fit_a_reply<'a>(lines: impl IntoIterator<Item = (&'a [u8], &'a [u8])>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_others_added_to_a_reply_goes_unless_the_filter_sends_that_name() {
+        let put_right = |own: &[(&str, &str)], made: &[(&str, &str)]| {
+            let lines =
+                put_right(&HeaderBlock::from_pairs(own.to_vec()), &HeaderBlock::from_pairs(made.to_vec()))?;
+            let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+            let lines = HeaderBlock::parse(lines).unwrap();
+            Some(
+                lines
+                    .iter()
+                    .map(|(name, value)| text(name) + "=" + &text(value))
+                    .collect::<Vec<_>>()
+                    .join(" "),
+            )
+        };
+        let own = [("content-type", "a/b"), ("x", "1"), ("y", "1"), ("x", "2")];
+        let made =
+            [(":status", "201"), ("content-type", "a/b"), ("x", "1"), ("z", "0"), ("y", "1"), ("x", "2")];
+        assert_eq!(put_right(&own, &made), None);
+        assert_eq!(put_right(&[], &[(":status", "204"), ("z", "0")]), None);
+        let doubled = [(":status", "200"), ("x", "1"), ("z", "0"), ("content-length", "2"), ("x", "1")];
+        assert_eq!(put_right(&[("x", "1")], &doubled).unwrap(), ":status=200 z=0 content-length=2 x=1");
+        let joined = [(":status", "200"), ("cache-control", "private,no-store")];
+        let no_store = [("cache-control", "no-store")];
+        assert_eq!(put_right(&no_store, &joined).unwrap(), ":status=200 cache-control=no-store");
+        let invented = [(":status", "200"), ("content-type", "text/plain")];
+        assert_eq!(put_right(&[], &invented).unwrap(), ":status=200");
+        let removed = [(":status", "201")];
+        assert_eq!(put_right(&[("content-type", "a/b")], &removed).unwrap(), ":status=201 content-type=a/b");
+    }
 
     #[test]
     fn what_the_host_would_drop_does_not_fit() {

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{ContentType, LocalReply};
+use super::LocalReply;
 use crate::config::Statuses;
 use crate::headers::serialize_pairs;
 use crate::record::Reason;
@@ -273,7 +273,6 @@ impl Problem {
             content,
             body_at: 0,
             code_details: self.code_details(),
-            content_type: ContentType::Kept,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Which header lines of a response are kept, and how a kept response is sent again.
 
-use super::{ContentType, LocalReply};
+use super::LocalReply;
 use crate::config::Rule;
 use crate::headers::{HeaderBlock, serialize_pairs};
 use crate::record::codec::StoredResponse;
@@ -102,31 +102,21 @@ pub fn replay(
     request_origin: Option<&[u8]>,
 ) -> LocalReply {
     let same_origin = stored.origin.is_some() && stored.origin == request_origin;
-    let mut content_type = None;
     let mut pairs: Vec<(&[u8], &[u8])> = Vec::with_capacity(stored.headers.len().saturating_add(2));
     for (name, value) in &stored.headers {
         if *name == b"cache-control" || (name.starts_with(CORS_PREFIX) && !same_origin) {
             continue;
-        }
-        if *name == b"content-type" {
-            content_type = Some(*value);
         }
         pairs.push((name, value));
     }
     pairs.push((b"cache-control", b"no-store"));
     let marker = rule.replay_header.to_ascii_lowercase();
     pairs.push((marker.as_bytes(), b"true"));
-    let empty = stored.body.is_none_or(<[u8]>::is_empty);
     LocalReply {
         status: stored.status,
         headers: serialize_pairs(&pairs),
         content: Vec::new(),
         body_at,
         code_details: "idempotency_replayed",
-        content_type: match (content_type, empty) {
-            (None, false) => ContentType::Absent,
-            (Some(value), true) => ContentType::Exactly(value.to_vec()),
-            (None, true) | (Some(_), false) => ContentType::Kept,
-        },
     }
 }

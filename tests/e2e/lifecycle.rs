@@ -306,7 +306,7 @@ async fn race(envoy: &Envoy, origin: &Origin, proto: Protocol, keys: usize, time
                 let answer = match (h1, h2) {
                     (Some(mut client), _) => client.send(&request).await,
                     (None, Some(client)) => client.send(&request).await,
-                    (None, None) => unreachable!("one of them"),
+                    (None, None) => panic!("neither protocol"),
                 };
                 (key, answer.unwrap())
             })

@@ -53,7 +53,7 @@ impl Store for ReferenceStore {
                     fingerprint: found.unwrap().fingerprint,
                     response: response.clone(),
                 },
-                other => panic!("{other:?}"),
+                state @ (RecordState::InFlight { .. } | RecordState::Failed { .. }) => panic!("{state:?}"),
             },
             ClaimDecision::Failed { reason } => {
                 ClaimReply::Failed { fingerprint: found.unwrap().fingerprint, reason }
@@ -343,7 +343,7 @@ impl Io for WorldIo<'_> {
                 trip.request_headers.insert(name.to_owned(), value);
             }
             Effect::SetResponseHeader(name, value) => trip.response_headers.push((name.to_owned(), value)),
-            Effect::RemoveResponseHeader(name) => trip.response_headers.retain(|(known, _)| known != name),
+            Effect::ReplaceResponseHead(_) => {}
             Effect::Count(counter) => *world.counters.entry(counter).or_default() += 1,
             Effect::ClaimHeld | Effect::ClaimEnded | Effect::OfferHandover(_) => {}
             Effect::Publish(line) => trip.published.push(line),

@@ -210,10 +210,10 @@ fn random_operation(state: &mut u64) -> Operation {
     }
 }
 
-/// 10⁶ keys, each claimed and completed, one in eight with a body.
+/// Two hundred times what fits, each claimed and completed, one in eight with a body.
 #[test]
-fn a_flood_of_a_million_keys_leaves_what_it_found() {
-    let config = config(4_096, 2 << 20, WhenFull::EvictCompleted);
+fn a_flood_of_keys_leaves_what_it_found() {
+    let config = config(512, 1 << 20, WhenFull::EvictCompleted);
     let cas = FakeCas::default();
     let mut store = open(&cas, &config);
     let geometry = *store.geometry();
@@ -241,11 +241,11 @@ fn a_flood_of_a_million_keys_leaves_what_it_found() {
         }
         (cas.keys(), cas.bytes(), store.take_events())
     };
-    let (keys, bytes, events) = flood(0, 1_000_000);
-    println!("after 10⁶ keys: {keys} host keys, {bytes} bytes, {events:?}");
-    assert!(events.evictions > 900_000);
+    let (keys, bytes, events) = flood(0, 120_000);
+    println!("after the first flood: {keys} host keys, {bytes} bytes, {events:?}");
+    assert!(events.evictions > 110_000);
     assert!(keys as u64 <= geometry.host_keys() && cas.peak_bytes() <= config.max_bytes);
-    let (keys_again, bytes_again, _) = flood(1_000_000, 200_000);
+    let (keys_again, bytes_again, _) = flood(120_000, 50_000);
     println!("after a second flood: {keys_again} host keys, {bytes_again} bytes");
     assert_eq!(keys_again, keys);
     assert!(bytes_again.abs_diff(bytes) < bytes / 10 && cas.peak_bytes() <= config.max_bytes);

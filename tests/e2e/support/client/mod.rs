@@ -106,6 +106,15 @@ impl Pending {
         .await
     }
 
+    /// Reads until so many more bytes of the body are there, however they are cut. Only after `head`.
+    pub async fn read_exactly(&mut self, length: usize) -> Result<Vec<u8>> {
+        let mut got = Vec::new();
+        while got.len() < length {
+            got.extend(self.chunk().await?.ok_or_else(|| ClientError::Closed("the end of the body".into()))?);
+        }
+        Ok(got)
+    }
+
     /// The whole response, what was already read included.
     pub async fn finish(self) -> Result<Response> {
         within(CLIENT_TIMEOUT, async {
