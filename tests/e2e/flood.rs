@@ -190,7 +190,7 @@ async fn floods_of_distinct_keys_leave_memory_bounded_and_live_claims_alone() {
     // The table is full after some 30,000 keys. From then on nothing may grow: not over the 750,000 keys that end the
     // first flood, nor over the second flood.
     const PARTS: [(&str, u64); 3] =
-        [("the first quarter", 250_000), ("the first flood", 750_000), ("the second flood", 250_000)];
+        [("the first quarter", 250_000), ("the first flood", 750_000), ("the second flood", 150_000)];
     let origin = Origin::start().await;
     let store = json!({"max_records": MAX_RECORDS, "when_full": "evict_completed"});
     let envoy = flooded(plugin(store, json!({"lock_ttl": "1s"})), &origin).await;
