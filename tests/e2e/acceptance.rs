@@ -310,6 +310,7 @@ async fn a_handler_that_fails_after_its_side_effect_runs_again_only_under_releas
     assert!(envoy.workers_that_served().await >= 2);
 }
 
+// B02: a transient failure is not pinned.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_503_is_run_again_and_a_200_is_replayed() {
     let origin = Origin::start().await;

@@ -71,7 +71,6 @@ fn is_replay(response: &Response) -> bool {
     response.header("idempotent-replayed") == Some("true")
 }
 
-/// The statuses, the ways a request is framed, and where they lead.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_internal_redirect_is_one_exchange_and_its_last_answer_is_kept_once() {
     let world = redirecting(plugin_with(json!({})), |builder| builder).await;
@@ -119,16 +118,11 @@ async fn an_internal_redirect_is_one_exchange_and_its_last_answer_is_kept_once()
             assert!(is_replay(&replay), "{what}: {replay:?}");
             assert_eq!(replay.body, answer.body, "{what}");
             assert_eq!((world.ran(&key, path), world.ran(&key, target)), (1, 1), "{what}");
-            let seen = world
-                .origin
-                .requests()
-                .into_iter()
-                .find(|seen| seen.path == target)
-                .expect("the second pass");
+            let seen = world.origin.requests().pop().expect("the second pass");
+            assert_eq!(seen.path, target, "{what}");
             assert_eq!(seen.method, if status == 303 { "GET" } else { "POST" }, "{what}");
             if status != 303 {
-                let last = world.origin.requests().into_iter().rfind(|seen| seen.path == target).unwrap();
-                assert_eq!(last.body, body.as_bytes(), "{what}");
+                assert_eq!(seen.body, body.as_bytes(), "{what}");
             }
             expected_handovers += 1;
             assert_eq!(world.envoy.metric("handed_over").await, expected_handovers, "{what}");
@@ -298,9 +292,6 @@ async fn a_redirect_that_never_comes_back_to_the_filter_ends_as_redirected() {
         assert_eq!(world.ran(&given_back, "/release"), 2);
         world.envoy.wait_metric("released.failure", round + 1, PATIENCE).await;
         break_even(&world.envoy).await;
-        if round == 1 {
-            continue;
-        }
         assert_eq!(world.envoy.metric("handed_over").await, 0);
     }
 }
