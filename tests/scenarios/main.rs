@@ -792,3 +792,132 @@ fn an_event_stream_in_capitals_is_one() {
     world.respond(&mut t, 200, &[("content-type", "Text/Event-Stream")], "data: 1");
     assert!(world.post("b").refused_as(409, "response-not-kept"));
 }
+
+fn waiting(rule: serde_json::Value) -> World {
+    let mut rule = rule;
+    rule["in_flight"] = json!("wait");
+    World::with(json!({"limits": {"waiters": 2}}), rule)
+}
+
+#[test]
+fn a_duplicate_that_waits_gets_the_replay() {
+    let mut world = waiting(json!({}));
+    let mut first = world.post("b");
+    let mut duplicate = world.post("b");
+    assert_eq!((duplicate.gate, duplicate.reply.is_some()), (Gate::HoldRequest, false));
+    for _ in 0..5 {
+        world.pass(SECOND);
+        world.feed(&mut duplicate, Event::Ticked);
+    }
+    assert!(duplicate.reply.is_none() && !duplicate.forwarded);
+    world.respond(&mut first, 201, &[], "paid");
+    world.pass(SECOND * 2);
+    world.feed(&mut duplicate, Event::Ticked);
+    assert!(duplicate.replayed(201, "paid"));
+    assert_eq!((world.count(Counter::Executed), world.count(Counter::Waited)), (1, 1));
+}
+
+#[test]
+fn a_duplicate_waits_no_longer_than_it_may() {
+    let mut world = waiting(json!({"wait_timeout": "3s"}));
+    let _first = world.post("b");
+    let mut duplicate = world.post("b");
+    for _ in 0..3 {
+        world.pass(SECOND);
+        world.feed(&mut duplicate, Event::Ticked);
+    }
+    assert!(duplicate.refused_as(409, "in-flight"));
+    assert_eq!((world.count(Counter::Executed), world.count(Counter::WaitTimeouts)), (1, 1));
+}
+
+#[test]
+fn a_duplicate_that_waits_may_become_the_one_that_executes() {
+    let mut world = waiting(json!({}));
+    let mut first = world.post("b");
+    let mut duplicate = world.post("b");
+    world.respond(&mut first, 503, &[], "busy");
+    world.pass(SECOND);
+    world.feed(&mut duplicate, Event::Ticked);
+    assert!(duplicate.forwarded);
+    world.respond(&mut duplicate, 200, &[], "done");
+    assert!(world.post("b").replayed(200, "done"));
+}
+
+#[test]
+fn no_more_duplicates_wait_than_may_and_places_come_back() {
+    let mut world = waiting(json!({}));
+    let _first = world.post("b");
+    let mut waiters = [world.post("b"), world.post("b")];
+    assert!(world.post("b").refused_as(409, "in-flight"));
+    for waiter in &mut waiters {
+        world.close(waiter, "downstream_remote_disconnect", 0x4000);
+    }
+    assert!(world.post("b").reply.is_none());
+}
+
+#[test]
+fn another_request_never_waits() {
+    let mut world = waiting(json!({}));
+    let _first = world.post("b");
+    assert!(world.post("other").refused_as(422, "mismatch"));
+}
+
+fn shadow() -> World {
+    World::new(json!({"mode": "shadow"}))
+}
+
+#[test]
+fn under_shadow_everything_passes_and_what_would_have_been_is_counted() {
+    let mut world = shadow();
+    let mut first = world.head(&[("idempotency-key", "k"), ("x-account-id", "alice")], false);
+    assert_eq!(first.gate, Gate::Pass);
+    world.feed(&mut first, Event::RequestBody { chunk: b"b", end: true });
+    assert_eq!((first.gate, first.reply.is_some()), (Gate::Pass, false));
+    let mut conflict = world.head(&[("idempotency-key", "k"), ("x-account-id", "alice")], false);
+    world.feed(&mut conflict, Event::RequestBody { chunk: b"b", end: true });
+    first.forwarded = true;
+    world.respond(&mut first, 201, &[("content-length", "4")], "paid");
+    for body in ["b", "other"] {
+        let mut again = world.head(&[("idempotency-key", "k"), ("x-account-id", "alice")], false);
+        world.feed(&mut again, Event::RequestBody { chunk: body.as_bytes(), end: true });
+        assert_eq!((again.gate, again.reply.is_some()), (Gate::Pass, false));
+    }
+    let _keyless = world.head(&[("x-account-id", "alice")], true);
+    for (counter, expected) in [
+        (Counter::ShadowExecuted, 1),
+        (Counter::ShadowConflicts, 1),
+        (Counter::ShadowReplayed, 1),
+        (Counter::ShadowMismatches, 1),
+        (Counter::ShadowRejected, 1),
+        (Counter::Executed, 0),
+        (Counter::Replayed, 0),
+    ] {
+        assert_eq!(world.count(counter), expected, "{}", counter.name());
+    }
+    assert!(first.published.is_empty() && first.request_headers.is_empty());
+}
+
+#[test]
+fn a_shadow_whose_answer_comes_after_its_response_still_ends() {
+    let mut world = shadow();
+    world.deferred = true;
+    let mut trip = world.head(&[("idempotency-key", "k"), ("x-account-id", "alice")], true);
+    trip.forwarded = true;
+    world.respond(&mut trip, 200, &[], "x");
+    world.answer(&mut trip);
+    world.answer(&mut trip);
+    world.deferred = false;
+    let _again = world.head(&[("idempotency-key", "k"), ("x-account-id", "alice")], true);
+    assert_eq!((world.count(Counter::ShadowExecuted), world.count(Counter::ShadowReplayed)), (1, 1));
+}
+
+#[test]
+fn a_shadow_ignores_its_store() {
+    let mut world = shadow();
+    world.store.borrow_mut().errors.push_back(StoreError::Unavailable);
+    let mut trip = world.head(&[("idempotency-key", "k"), ("x-account-id", "alice")], true);
+    trip.forwarded = true;
+    world.respond(&mut trip, 200, &[], "x");
+    world.close(&mut trip, "", 0);
+    assert_eq!((trip.gate, world.count(Counter::StoreErrors), world.records()), (Gate::Pass, 1, 0));
+}
