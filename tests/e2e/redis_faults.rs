@@ -165,22 +165,51 @@ async fn a_dead_redis_refuses_requests_until_it_is_back() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_dead_redis_lets_requests_through_unprotected_where_that_is_allowed() {
+async fn without_redis_requests_pass_unprotected_where_that_is_allowed() {
     let (mut redis, origin, envoy) = world(Setup { on_store_error: "allow", ..Setup::default() }).await;
-    redis.kill();
+    for (nth, dies) in [false, true].into_iter().enumerate() {
+        if dies {
+            redis.kill();
+        } else {
+            redis.pause();
+        }
+        let (key, request) = request("/pay");
+        let first = send(&envoy, &request).await;
+        assert_eq!((first.status, first.header("idempotency-protection")), (200, Some("none")), "{first:?}");
+        let seen = origin.requests();
+        assert_eq!(seen.len(), nth + 1);
+        assert_eq!(seen[nth].header("idempotency-protection"), Some("none"));
+        envoy.wait_metric("unprotected", nth as u64 + 1, PATIENCE).await;
+        assert!(envoy.metric("store_errors").await > nth as u64);
+        // The exchange kept its owner: what it did is written as soon as somebody takes it.
+        if dies {
+            redis.restart().await;
+        } else {
+            redis.resume();
+        }
+        wait_outbox_empty(&envoy).await;
+        assert_eq!(records(&redis).await, ":1");
+        assert_replayed(&envoy, &origin, &key, &request, &first).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_somebody_else_wrote_is_refused_even_where_unprotected_is_allowed() {
+    let (redis, origin, envoy) = world(Setup { on_store_error: "allow", ..Setup::default() }).await;
     let (key, request) = request("/pay");
-    let first = send(&envoy, &request).await;
-    assert_eq!((first.status, first.header("idempotency-protection")), (200, Some("none")), "{first:?}");
-    let seen = origin.requests();
-    assert_eq!(seen.len(), 1);
-    assert_eq!(seen[0].header("idempotency-protection"), Some("none"));
-    envoy.wait_metric("unprotected", 1, PATIENCE).await;
-    assert!(envoy.metric("store_errors").await >= 1);
-    // The exchange kept its owner: what it did is written as soon as somebody takes it.
-    redis.restart().await;
-    wait_outbox_empty(&envoy).await;
-    assert_eq!(records(&redis).await, ":1");
-    assert_replayed(&envoy, &origin, &key, &request, &first).await;
+    assert_eq!(send(&envoy, &request).await.status, 200);
+    let keys = redis.command("KEYS *").await;
+    let record = keys.lines().nth(2).unwrap();
+    for change in [
+        format!("HSET {record} v 99"),
+        format!("DEL {record}\r\nHSET {record} theirs 1"),
+        format!("DEL {record}\r\nSET {record} 1"),
+    ] {
+        redis.command(&change).await;
+        assert_unavailable(&send(&envoy, &request).await);
+        assert_eq!(origin.executions_of(&key), 1, "{change}");
+    }
+    assert_eq!(envoy.metric("unprotected").await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -210,6 +239,33 @@ async fn a_redis_that_hangs_during_a_claim_costs_a_timeout_and_leaves_the_key_us
     let first = send_until_ok(&envoy, &request).await;
     assert_replayed(&envoy, &origin, &key, &request, &first).await;
     wait_outbox_empty(&envoy).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_leaves_while_its_claim_is_asked_for_leaves_no_claim() {
+    const ASKED: &str = "redis.redis.downstream_rq_total";
+    let (redis, origin, envoy) = world(Setup::patient()).await;
+    // Redis knows the scripts: the claim is made by the first command.
+    let (_, warm) = request("/pay");
+    assert_eq!(send(&envoy, &warm).await.status, 200);
+    for protocol in Protocol::BOTH {
+        redis.pause();
+        let (asked, logged) = (envoy.stat(ASKED).await, envoy.access_log_lines().len());
+        let (key, request) = request("/pay");
+        let client = Client::connect(envoy.addr(), protocol).await;
+        let pending = client.start(&request).await.unwrap();
+        envoy.wait_stat(ASKED, asked + 1, PATIENCE).await;
+        pending.abort();
+        poll_until(PATIENCE, "the request's line in the access log", async || {
+            (envoy.access_log_lines().len() > logged).then_some(())
+        })
+        .await;
+        redis.resume();
+        // The claim's lease is a minute.
+        let first = send_until_ok(&envoy, &request).await;
+        assert_replayed(&envoy, &origin, &key, &request, &first).await;
+        wait_outbox_empty(&envoy).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -323,6 +379,57 @@ async fn a_password_is_configured_on_envoys_redis_cluster() {
     let first = send(&envoy, &request).await;
     assert_eq!(first.status, 200, "{first:?}\n{}", envoy.log_text());
     assert_replayed(&envoy, &origin, &key, &request, &first).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tls_is_configured_on_envoys_redis_cluster() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    for name in ["redis", "stranger"] {
+        let made = std::process::Command::new("openssl")
+            .args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"])
+            .args(["-days", "2", "-subj", &format!("/CN={name}"), "-addext", "subjectAltName=IP:127.0.0.1"])
+            .args(["-keyout", &file(&format!("{name}.key")), "-out", &file(&format!("{name}.crt"))])
+            .output()
+            .expect("openssl is missing");
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    }
+    let tls_port = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().port();
+    let (port, certificate, private_key) = (tls_port.to_string(), file("redis.crt"), file("redis.key"));
+    let arguments = [
+        "--tls-port",
+        &port,
+        "--tls-cert-file",
+        &certificate,
+        "--tls-key-file",
+        &private_key,
+        "--tls-auth-clients",
+        "no",
+    ];
+    let arguments = [&arguments[..], &["--tls-ca-cert-file", &certificate]].concat();
+    let (redis, origin) = (Redis::start_with(&arguments).await, Origin::start().await);
+    let tls = |trusted: &str| Setup {
+        link: json!({"redis_cluster": {"transport_socket": {"name": "envoy.transport_sockets.tls", "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+            "common_tls_context": {"validation_context": {"trusted_ca": {"filename": file(trusted)}}},
+        }}}}),
+        ..Setup::patient()
+    };
+    let addr = SocketAddr::from(([127, 0, 0, 1], tls_port));
+    for (name, setup) in [("no TLS", Setup::default()), ("another's certificate", tls("stranger.crt"))] {
+        let envoy = setup.start(addr, &origin).await;
+        let (key, request) = request("/pay");
+        assert_unavailable(&send_within(&envoy, &request, BOUND * 2).await);
+        assert_eq!(origin.executions_of(&key), 0, "{name}");
+        envoy.wait_log("Redis: operations failed: ", PATIENCE).await;
+    }
+    let envoy = tls("redis.crt").start(addr, &origin).await;
+    let (key, request) = request("/pay");
+    let first = send(&envoy, &request).await;
+    assert_eq!(first.status, 200, "{first:?}\n{}", envoy.log_text());
+    assert!(envoy.stat("cluster.redis.ssl.handshake").await >= 1);
+    assert_replayed(&envoy, &origin, &key, &request, &first).await;
+    assert_eq!(records(&redis).await, ":1");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
