@@ -21,6 +21,7 @@ mod harness;
 mod lifecycle;
 mod outcomes;
 mod redis;
+mod redis_faults;
 mod requests;
 mod smoke;
 mod stop_iteration;

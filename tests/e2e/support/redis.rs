@@ -113,13 +113,20 @@ fn spawn(directory: &TempDir, port: u16, arguments: &[String]) -> Child {
 }
 
 /// Adds the link to an Envoy: an internal listener with two holds, `redis_proxy` on an abstract socket, three clusters.
-/// `patch` changes parts of it by name: `link`, `proxy`, `link_cluster`, `proxy_cluster`, `redis_cluster`.
+/// `patch` changes parts of it by name: `link`, `proxy`, `link_cluster`, `proxy_cluster`, `redis_cluster`; and
+/// `settings`, those of `redis_proxy`.
 pub fn with_link(mut builder: Builder, redis: SocketAddr, patch: &Value) -> Builder {
     let socket = format!("@idempotency-test-{}", super::unique_key());
     for (name, part) in link_parts(redis, &socket) {
         let mut part = part;
         if let Some(change) = patch.get(name) {
             super::deep_merge(&mut part, change);
+        }
+        if let ("proxy", Some(settings)) = (name, patch.get("settings")) {
+            super::deep_merge(
+                &mut part["filter_chains"][0]["filters"][0]["typed_config"]["settings"],
+                settings,
+            );
         }
         builder = match name {
             "link" | "proxy" => builder.extra_listener(part),
