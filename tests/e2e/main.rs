@@ -21,6 +21,8 @@ mod harness;
 mod lifecycle;
 mod outcomes;
 mod redis;
+mod redis_faults;
+mod redis_pair;
 mod requests;
 mod smoke;
 mod stop_iteration;
