@@ -22,6 +22,7 @@ mod lifecycle;
 mod outcomes;
 mod redis;
 mod redis_faults;
+mod redis_pair;
 mod requests;
 mod smoke;
 mod stop_iteration;

@@ -21,7 +21,7 @@ pub use envoy::{Envoy, FilterSpec, ListenerSpec, Wasm};
 pub use merge::deep_merge;
 pub use origin::{Barrier, Behaviour, Origin, RefusedPort, Reply, Seen};
 pub use raw_origin::{End, RawOrigin, RawReply};
-pub use redis::{Redis, with_link};
+pub use redis::{Redis, with_changed_link, with_link};
 pub use rng::Rng;
 pub use wait::{PATIENCE, all_at_once, poll_until};
 

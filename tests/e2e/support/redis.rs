@@ -115,12 +115,10 @@ fn spawn(directory: &TempDir, port: u16, arguments: &[String]) -> Child {
 /// Adds the link to an Envoy: an internal listener with two holds, `redis_proxy` on an abstract socket, three clusters.
 /// `patch` changes parts of it by name: `link`, `proxy`, `link_cluster`, `proxy_cluster`, `redis_cluster`; and
 /// `settings`, those of `redis_proxy`.
-pub fn with_link(mut builder: Builder, redis: SocketAddr, patch: &Value) -> Builder {
-    let socket = format!("@idempotency-test-{}", super::unique_key());
-    for (name, part) in link_parts(redis, &socket) {
-        let mut part = part;
+pub fn with_link(builder: Builder, redis: SocketAddr, patch: &Value) -> Builder {
+    with_changed_link(builder, redis, |name, part| {
         if let Some(change) = patch.get(name) {
-            super::deep_merge(&mut part, change);
+            super::deep_merge(part, change);
         }
         if let ("proxy", Some(settings)) = (name, patch.get("settings")) {
             super::deep_merge(
@@ -128,6 +126,18 @@ pub fn with_link(mut builder: Builder, redis: SocketAddr, patch: &Value) -> Buil
                 settings,
             );
         }
+    })
+}
+
+/// The same; `change` may do anything to each part, inside its arrays too.
+pub fn with_changed_link(
+    mut builder: Builder,
+    redis: SocketAddr,
+    change: impl Fn(&str, &mut Value),
+) -> Builder {
+    let socket = format!("@idempotency-test-{}", super::unique_key());
+    for (name, mut part) in link_parts(redis, &socket) {
+        change(name, &mut part);
         builder = match name {
             "link" | "proxy" => builder.extra_listener(part),
             _ => builder.extra_cluster(part),
