@@ -325,13 +325,11 @@ impl Exchange {
     /// Takes one event. See the module's contract.
     pub fn handle(&mut self, event: Event<'_>, now: Timestamp) -> Step {
         let mut effects = Vec::new();
-        let state = match std::mem::replace(&mut self.state, State::Done) {
-            State::Shadow(shadow) => {
-                self.state = on_shadow_event(shadow, event, now, &mut effects);
-                return Step { effects, gate: Gate::Pass };
-            }
-            state => state,
-        };
+        let state = std::mem::replace(&mut self.state, State::Done);
+        if let State::Shadow(shadow) = state {
+            self.state = on_shadow_event(shadow, event, now, &mut effects);
+            return Step { effects, gate: Gate::Pass };
+        }
         self.state = match event {
             Event::RequestHead { rule, head, end, owner } => {
                 self.on_request_head(state, rule, head, end, owner, now, &mut effects)

@@ -203,10 +203,8 @@ impl Link {
                     self.callouts.insert(token, callout);
                 }
                 Err(status) => {
-                    trap = Some(match status {
-                        proxy_wasm::types::Status::BadArgument => Trap::UnknownCluster,
-                        _ => Trap::NobodyListens,
-                    });
+                    let unknown = status == proxy_wasm::types::Status::BadArgument;
+                    trap = Some(if unknown { Trap::UnknownCluster } else { Trap::NobodyListens });
                     self.batcher.on_refused(dispatch.batch, now);
                 }
             }

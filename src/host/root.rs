@@ -78,7 +78,7 @@ pub enum Backend {
     /// In this process.
     SharedData(RefCell<SharedDataStore<HostCas>>),
     /// In Redis.
-    Redis(RefCell<Link>),
+    Redis(Box<RefCell<Link>>),
 }
 
 impl Shared {
@@ -423,7 +423,7 @@ impl Root {
                 let link = Link::open(settings, &config).map_err(|error| format!("store.redis: {error}"))?;
                 let name =
                     format!("redis {}:{}{}", settings.cluster.len(), settings.cluster, settings.key_prefix);
-                (Backend::Redis(RefCell::new(link)), name)
+                (Backend::Redis(Box::new(RefCell::new(link))), name)
             }
         };
         let suffix = hostcalls::random_bytes::<8>().ok_or("the host gives no random bytes")?;
