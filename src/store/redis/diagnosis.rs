@@ -108,9 +108,10 @@ traps! {
     /// No headers, at once.
     Reset = "the link was reset before it had answered: its cluster to redis_proxy needs max_requests_per_connection: 1, \
         and redis_proxy has to listen on a unix socket, not on an internal listener",
-    /// No headers at the timeout, or 504.
-    NoEnd = "no answer in time: Redis is down or slow, or op_timeout of redis_proxy is not below half of \
-        store.redis.timeout",
+    /// No headers at the timeout, or 504. A `redis_proxy` on an internal listener looks so too: its close resets the
+    /// answer, and the link's connection lives on for its `delayed_close_timeout` of 1 s.
+    NoEnd = "no answer in time: Redis is down or slow; or op_timeout of redis_proxy is not below half of \
+        store.redis.timeout; or redis_proxy is on an internal listener, where it has to listen on a unix socket",
 }
 
 impl fmt::Display for Trap {
