@@ -666,7 +666,7 @@ fn malformed() -> Vec<(Value, &'static str)> {
             plugin_with(json!({"match": {"path": {"prefix": null, "regex": "(a{1000}){1000}"}}})),
             "rules[0].match.path.regex",
         ),
-        (plugin_with(json!({"mode": "shadow"})), "rules[0].mode: \"shadow\" is not available yet"),
+        (plugin_with(json!({"mode": "ghost"})), "rules[0].mode: got \"ghost\""),
         (
             plugin_with(json!({"execution": "detached"})),
             "rules[0].execution: \"detached\" is not available yet",
