@@ -33,7 +33,7 @@ help: ## list the targets (default)
 	@echo
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@echo
-	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 and PORT=… (run), ARGS=… (e2e), FILE=… (check-config).'
+	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), FILE=… (check-config).'
 
 .PHONY: setup
 setup: ## install what is missing: the wasm32-wasip1 target, Envoy into .tools/, redis-server
@@ -57,6 +57,10 @@ build-test-hooks: ## build target/test-hooks/idempotency.wasm: the filter with f
 .PHONY: run
 run: setup build ## start Envoy and a demo payments service, play the story; stays up unless ONCE=1
 	@ENVOY_PATH=$$(scripts/install-envoy.sh) cargo run --quiet --locked --example demo
+
+.PHONY: run-redis
+run-redis: setup build ## the same with two Envoys on one Redis, one of them killed; stays up unless ONCE=1
+	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) cargo run --quiet --locked --example redis_demo
 
 .PHONY: test
 test: setup ## everything: format, lints, unit, configurations, e2e, planted bugs, the story

@@ -35,6 +35,8 @@ struct State {
 struct Books {
     /// Executions by account and key.
     runs: BTreeMap<(String, String), u32>,
+    /// The last `x-idempotency-attempt` by account and key: the filter sets it where an earlier attempt was abandoned.
+    attempts: BTreeMap<(String, String), String>,
     payments: u32,
     held: bool,
     hang_ups: u32,
@@ -168,7 +170,11 @@ impl State {
         let mut books = self.books();
         books.payments += 1;
         let id = format!("pay-{}", books.payments);
-        let runs = books.runs.entry((name("x-account-id"), name("idempotency-key"))).or_default();
+        let run_of = (name("x-account-id"), name("idempotency-key"));
+        if let Some(attempt) = request.header("x-idempotency-attempt") {
+            books.attempts.insert(run_of.clone(), attempt.to_owned());
+        }
+        let runs = books.runs.entry(run_of).or_default();
         *runs += 1;
         let run = *runs;
         drop(books);
@@ -198,7 +204,10 @@ impl State {
         let runs: Vec<Value> = books
             .runs
             .iter()
-            .map(|((account, key), runs)| json!({ "account": account, "key": key, "runs": runs }))
+            .map(|(run, runs)| {
+                let attempt = books.attempts.get(run);
+                json!({ "account": run.0, "key": run.1, "runs": runs, "x-idempotency-attempt": attempt })
+            })
             .collect();
         Response { status: 200, location: None, body: Value::Array(runs) }
     }
