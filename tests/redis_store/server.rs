@@ -30,7 +30,7 @@ impl Redis {
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
-            .expect("redis-server is missing: `make setup`, or `apt-get install redis-server`");
+            .expect("redis-server is missing: `make setup-redis`, or `apt-get install redis-server`");
         let redis = Self { process, directory };
         let patience = Instant::now() + Duration::from_secs(20);
         while UnixStream::connect(redis.socket()).is_err() {

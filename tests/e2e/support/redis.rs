@@ -109,7 +109,7 @@ fn spawn(directory: &TempDir, port: u16, arguments: &[String]) -> Child {
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
-        .expect("redis-server is missing: `make setup`, or `apt-get install redis-server`")
+        .expect("redis-server is missing: `make setup-redis`, or `apt-get install redis-server`")
 }
 
 /// Adds the link to an Envoy: an internal listener with two holds, `redis_proxy` on an abstract socket, three clusters.
