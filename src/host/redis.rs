@@ -21,7 +21,6 @@ use crate::store::outbox::EntryId;
 use crate::store::redis::{
     Answer, BatchId, BatchSettings, Batcher, CalloutAnswer, Operation, Priority, SCRIPTS, Trap,
 };
-use crate::store::shared_data::StoreEvents;
 use crate::store::{ClaimReply, Hold, StoreError, Write, WriteReply};
 
 /// The link of one worker.
@@ -289,11 +288,6 @@ impl Link {
             near_cache.put(&key, Owner::from_bytes(owner), *fingerprint, response, life, now);
         }
     }
-
-    /// What the near cache did since this was last called.
-    pub fn take_events(&mut self) -> StoreEvents {
-        self.near_cache.as_mut().map(NearCache::take_events).unwrap_or_default()
-    }
 }
 
 fn copy_of(hold: &Hold, write: &Write) -> Option<Box<Copy>> {
@@ -311,21 +305,17 @@ fn copy_of(hold: &Hold, write: &Write) -> Option<Box<Copy>> {
 
 /// An exchange's answer to what it asked. One of another kind is no answer.
 pub fn exchange_answer(kind: &Kind, answer: Answer) -> StoreAnswer {
-    let write = |answer| match answer {
-        Answer::Write(result) => result,
-        Answer::Claim(_) | Answer::NotSent => Err(StoreError::Unavailable),
-    };
     match kind {
         Kind::Claim(_) => StoreAnswer::Claim(match answer {
             Answer::Claim(result) => result.map(|claimed| claimed.reply),
             Answer::Write(_) | Answer::NotSent => Err(StoreError::Unavailable),
         }),
-        Kind::Renew => StoreAnswer::Renew(write(answer)),
-        Kind::End => StoreAnswer::End(write(answer)),
+        Kind::Renew => StoreAnswer::Renew(write_answer(answer)),
+        Kind::End => StoreAnswer::End(write_answer(answer)),
     }
 }
 
-/// The outbox's answer.
+/// A fenced operation's answer. One of another kind is no answer.
 pub fn write_answer(answer: Answer) -> Result<WriteReply, StoreError> {
     match answer {
         Answer::Write(result) => result,

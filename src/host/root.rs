@@ -253,8 +253,6 @@ impl Shared {
             for cause in link.take_causes() {
                 self.tell(cause, format_args!("Redis: operations failed: {cause}"), now);
             }
-            let events = link.take_events();
-            self.count_events(StoreEvents { evictions: 0, evicted_bodies: 0, ..events });
             if !link.has_answers() {
                 return;
             }
