@@ -105,6 +105,14 @@ metrics! {
         OutboxSpilled = "outbox_spilled",
         /// Claims handed over at an internal redirect.
         HandedOver = "handed_over",
+        /// Executed by a callout that outlives its client.
+        Detached = "detached",
+        /// Executed inline under a detached rule: trailers, or header lines that no callout carries.
+        DetachedInline = "detached_inline",
+        /// Detached executions that ended after their client had left.
+        FinishedWithoutClient = "finished_without_client",
+        /// 503: no room or no way for a detached execution; nothing was executed.
+        ExecutionUnavailable = "execution_unavailable",
         /// Unprotected: gRPC.
         BypassedGrpc = "bypassed.grpc",
         /// Unprotected: an upgrade or CONNECT.
@@ -149,6 +157,8 @@ metrics! {
         InFlight = "in_flight",
         /// Writes waiting in the outboxes.
         Outbox = "outbox",
+        /// Bytes of detached executions: their bodies, and the room for their responses.
+        DetachedBytes = "detached_bytes",
     }
 }
 

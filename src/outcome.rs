@@ -27,6 +27,19 @@ pub struct ClosingFacts<'a> {
     pub flags: u64,
 }
 
+/// What is known of a whole answer of a detached execution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExecutionFacts<'a> {
+    /// `response.code_details` in the execution listener; `None` when the answer was made on the way there.
+    pub code_details: Option<&'a [u8]>,
+    /// `upstream.request_attempt_count` there.
+    pub attempts: Option<u64>,
+    /// The `:status`.
+    pub status: u16,
+    /// The body.
+    pub body: &'a [u8],
+}
+
 /// Who made a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ResponseSource {
@@ -154,6 +167,25 @@ pub fn response_source(facts: &ResponseFacts<'_>, trust_route_retries: bool) -> 
     ResponseSource::Failed(Reason::Replaced)
 }
 
+/// Tells who made the answer of a detached execution.
+///
+/// The execution listener says how an execution ended. What comes without that was made by the callout's own router
+/// on the way there (`source/common/router/router.cc`), or the listener does not say it; either way only a
+/// connection that was never made proves that nothing ran.
+#[must_use]
+pub fn execution_source(facts: &ExecutionFacts<'_>, trust_route_retries: bool) -> ResponseSource {
+    let Some(code_details) = facts.code_details else {
+        return match facts.status {
+            503 if is_never_connected(facts.body) => ResponseSource::NotSent,
+            504 => ResponseSource::Failed(Reason::Timeout),
+            503 => ResponseSource::Failed(Reason::Reset),
+            _ => ResponseSource::Failed(Reason::Replaced),
+        };
+    };
+    let facts = ResponseFacts { code_details, attempts: facts.attempts, status: facts.status };
+    response_source(&facts, trust_route_retries)
+}
+
 /// Tells why a forwarded request's stream closed before the end of a response was seen.
 #[must_use]
 pub fn closed_reason(facts: &ClosingFacts<'_>, response_started: bool) -> Reason {
@@ -184,7 +216,9 @@ pub fn closed_reason(facts: &ClosingFacts<'_>, response_started: bool) -> Reason
 pub fn upstream_outcome(rule: &Rule, status: u16, refusal: Option<&[u8]>, body: &[u8]) -> Outcome {
     match refusal {
         // The mark of another hop of this filter behind this one.
-        Some(b"in-flight" | b"store-unavailable" | b"store-full") => return Outcome::NotProcessed,
+        Some(b"in-flight" | b"store-unavailable" | b"store-full" | b"execution-unavailable") => {
+            return Outcome::NotProcessed;
+        }
         Some(b"failed" | b"abandoned") => return Outcome::Failed(Reason::Intermediary),
         Some(_) | None => {}
     }
@@ -252,8 +286,17 @@ pub fn is_intermediary_failure(body: &[u8]) -> bool {
     }
     let Some(rest) = body.strip_prefix(ENVOY_RESET_TEXT) else { return false };
     // "retried and the latest reset reason: …" says nothing about the attempts before.
-    let Some(reason) = rest.strip_prefix(ENVOY_RESET_REASON) else { return true };
-    !ENVOY_NEVER_CONNECTED.iter().any(|known| {
+    !names_no_connection(rest)
+}
+
+/// Whether a body is the text of an Envoy's router that never had a connection.
+fn is_never_connected(body: &[u8]) -> bool {
+    body == b"no healthy upstream" || body.strip_prefix(ENVOY_RESET_TEXT).is_some_and(names_no_connection)
+}
+
+fn names_no_connection(rest: &[u8]) -> bool {
+    let Some(reason) = rest.strip_prefix(ENVOY_RESET_REASON) else { return false };
+    ENVOY_NEVER_CONNECTED.iter().any(|known| {
         reason.strip_prefix(*known).is_some_and(|after| after.is_empty() || after.starts_with(b", "))
     })
 }

@@ -187,8 +187,8 @@ pub(crate) mod fixture {
     use std::time::Duration;
 
     use crate::config::{
-        Commit, FingerprintPolicy, InFlight, KeyFormat, KeyPolicy, KeySyntax, Matcher, MissingKey, Mode,
-        OnAbandoned, OnFailure, PathMatcher, Rule, Scope, StatusRules,
+        Commit, Execution, FingerprintPolicy, InFlight, KeyFormat, KeyPolicy, KeySyntax, Matcher, MissingKey,
+        Mode, OnAbandoned, OnFailure, PathMatcher, Rule, Scope, StatusRules,
     };
     use crate::headers::{Attributes, HeaderBlock, RequestHead};
 
@@ -222,6 +222,7 @@ pub(crate) mod fixture {
             in_flight: InFlight::Reject,
             wait_timeout: Duration::from_secs(10),
             trust_route_retries: false,
+            execution: Execution::Inline,
             commit: Commit::BeforeResponseEnd,
             replay_header: "Idempotent-Replayed".to_owned(),
             drop_response_headers: Vec::new(),

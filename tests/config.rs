@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use idempotency::config::{
-    Commit, Config, HostPattern, InFlight, KeyFormat, KeySyntax, MissingKey, Mode, NearCacheConfig,
-    OnAbandoned, OnFailure, OnStoreError, PathMatcher, Plugin, RedisConfig, Scope, ScopePart,
-    SharedDataConfig, StatusMeaning, Statuses, StoreConfig, WhenFull, load, load_plugin,
+    Commit, Config, Execution, HostPattern, InFlight, KeyFormat, KeySyntax, MissingKey, Mode,
+    NearCacheConfig, OnAbandoned, OnFailure, OnStoreError, PathMatcher, Plugin, RedisConfig, Scope,
+    ScopePart, SharedDataConfig, StatusMeaning, Statuses, StoreConfig, WhenFull, load, load_plugin,
 };
 
 fn folder(name: &str) -> PathBuf {
@@ -102,6 +102,8 @@ fn what_is_left_out_has_the_documented_default() {
     assert_eq!(config.on_store_error, OnStoreError::Deny);
     assert_eq!(config.problem_type_base, "https://envoy-idempotency.example/problems/");
     assert_eq!(config.limits.captured_bytes, 67_108_864);
+    assert_eq!(config.limits.detached_bytes, 67_108_864);
+    assert_eq!(config.execute_cluster, None);
     assert_eq!(config.limits.waiters, 1024);
     let statuses = Statuses {
         missing_key: 400,
@@ -116,6 +118,7 @@ fn what_is_left_out_has_the_documented_default() {
         response_not_kept: 409,
         store_unavailable: 503,
         store_full: 503,
+        execution_unavailable: 503,
     };
     assert_eq!(config.statuses, statuses);
 
@@ -195,6 +198,7 @@ fn every_setting_arrives_where_it_belongs() {
         response_not_kept: 410,
         store_unavailable: 500,
         store_full: 507,
+        execution_unavailable: 503,
     };
     assert_eq!(config.statuses, statuses);
 
@@ -275,6 +279,22 @@ fn every_setting_of_redis_arrives_where_it_belongs() {
     };
     assert_eq!(redis("redis"), expected);
     assert_eq!(redis("redis_camel_case"), expected);
+}
+
+#[test]
+fn a_detached_rule_retains_what_was_abandoned_unless_it_says_otherwise() {
+    let config = good("detached");
+    assert_eq!(config.execute_cluster.as_deref(), Some("idempotency-execute"));
+    assert_eq!(config.limits.detached_bytes, 1_310_720);
+    assert_eq!(config.statuses.execution_unavailable, 429);
+    let rules: Vec<_> = config.rules.iter().map(|rule| (rule.execution, rule.on_abandoned)).collect();
+    let detached = |millis| Execution::Detached { timeout: Duration::from_millis(millis) };
+    let expected = [
+        (detached(30_000), OnAbandoned::Retain),
+        (detached(100), OnAbandoned::Takeover),
+        (Execution::Inline, OnAbandoned::Takeover),
+    ];
+    assert_eq!(rules, expected);
 }
 
 #[test]

@@ -108,7 +108,13 @@ bug_cas_none() {
     must_fail cas_none through_envoy contract::
 }
 
-for bug in no_fencing no_fingerprint_check lease_is_record_ttl own_replies_stored cas_none; do plant "$bug"; done
+bug_detached_request_goes_on() {
+    edit src/exchange/response.rs 'Self::After(..) | Self::Before(_) | Self::Nobody => Gate::HoldRequest,' \
+        'Self::After(..) | Self::Before(_) | Self::Nobody => Gate::Pass,'
+    must_fail detached_request_goes_on native
+}
+
+for bug in no_fencing no_fingerprint_check lease_is_record_ttl own_replies_stored detached_request_goes_on cas_none; do plant "$bug"; done
 
 echo "$planted bugs planted, $((planted - survived)) caught, $survived not"
 [ "$planted" -gt 0 ] && [ "$survived" -eq 0 ]

@@ -7,13 +7,16 @@ use super::fields::Field;
 use super::json::{Json, quoted};
 use super::matcher::match_all;
 use super::problem::{ConfigError, ConfigErrors, Problems};
-use super::raw::{RawConfig, RawFingerprint, RawKey, RawPlugin, RawRule, ReplayStatus, read_plugin};
+use super::raw::{
+    RawConfig, RawExecution, RawFingerprint, RawKey, RawPlugin, RawRule, ReplayStatus, read_plugin,
+};
 use super::store::{RawRedis, RawStore, TIMEOUT};
 use super::values::shown;
 use super::warnings::{warn_about_limits, warn_about_redis, warn_about_rule, warn_about_waiting};
 use super::{
-    Commit, Config, FingerprintPolicy, InFlight, KeyFormat, KeyPolicy, KeySyntax, Limits, MissingKey, Mode,
-    OnAbandoned, OnFailure, OnStoreError, Plugin, Rule, Scope, ScopePart, StatusRules, Statuses,
+    Commit, Config, Execution, FingerprintPolicy, InFlight, KeyFormat, KeyPolicy, KeySyntax, Limits,
+    MissingKey, Mode, OnAbandoned, OnFailure, OnStoreError, Plugin, Rule, Scope, ScopePart, StatusRules,
+    Statuses,
 };
 
 pub(super) const LOCK_TTL: Duration = Duration::from_secs(60);
@@ -23,6 +26,7 @@ pub(super) const KEY_HEADER: &str = "idempotency-key";
 pub(super) const MAX_REQUEST_BODY_BYTES: u64 = 1024 * 1024;
 pub(super) const MAX_RESPONSE_BODY_BYTES: u64 = 256 * 1024;
 pub(super) const CAPTURED_BYTES: u64 = 64 * 1024 * 1024;
+pub(super) const DETACHED_BYTES: u64 = CAPTURED_BYTES;
 const WAIT_TIMEOUT: Duration = Duration::from_secs(10);
 const WAITERS: u64 = 1024;
 const REPLAY_STATUSES: [ReplayStatus; 3] =
@@ -88,6 +92,7 @@ fn check_config(raw: RawConfig, problems: &mut Problems) -> Option<Config> {
         }
         warn_about_redis(redis, &raw.on_store_error, problems);
     }
+    check_detached(&raw.execute_cluster, &raw.limits.detached_bytes, &merged, problems);
     warn_about_waiting(&merged, problems);
     warn_about_limits(&raw.limits.captured_bytes, &merged, problems);
     let rules: Vec<_> =
@@ -95,11 +100,13 @@ fn check_config(raw: RawConfig, problems: &mut Problems) -> Option<Config> {
     Some(Config {
         store: raw.store.given().and_then(RawStore::fill_in)?,
         on_store_error: raw.on_store_error.given_or(OnStoreError::Deny),
+        execute_cluster: raw.execute_cluster.given(),
         rules,
         statuses: raw.statuses.given_or(Statuses::default()),
         problem_type_base: raw.problem_type_base.given_or(PROBLEM_TYPE_BASE.to_owned()),
         limits: Limits {
             captured_bytes: raw.limits.captured_bytes.given_or(CAPTURED_BYTES),
+            detached_bytes: raw.limits.detached_bytes.given_or(DETACHED_BYTES),
             waiters: u32::try_from(raw.limits.waiters.given_or(WAITERS)).unwrap_or(u32::MAX),
         },
         warnings: Vec::new(),
@@ -142,6 +149,8 @@ fn merge(rule: RawRule, defaults: &RawRule) -> RawRule {
         in_flight: rule.in_flight.or(&defaults.in_flight),
         wait_timeout: rule.wait_timeout.or(&defaults.wait_timeout),
         trust_route_retries: rule.trust_route_retries.or(&defaults.trust_route_retries),
+        execution: rule.execution.or(&defaults.execution),
+        execute_timeout: rule.execute_timeout.or(&defaults.execute_timeout),
         commit: rule.commit.or(&defaults.commit),
         replay_header: rule.replay_header.or(&defaults.replay_header),
         drop_response_headers: rule.drop_response_headers.or(&defaults.drop_response_headers),
@@ -175,6 +184,13 @@ fn check_rule(rule: RawRule, problems: &mut Problems) -> Option<Rule> {
     compare(&rule, &GivenOrBuiltIn, problems);
     warn_about_rule(&rule, problems);
 
+    let detached = is_detached(&rule);
+    let execution = match (detached, rule.execute_timeout.given()) {
+        (false, _) => Execution::Inline,
+        (true, timeout) => Execution::Detached { timeout: timeout? },
+    };
+    // The record of an execution that nobody waited for is the only trace of it.
+    let on_abandoned = if detached { OnAbandoned::Retain } else { OnAbandoned::Takeover };
     Some(Rule {
         name: rule.name.given()?,
         matcher: rule.matcher.given_or(match_all()),
@@ -206,15 +222,89 @@ fn check_rule(rule: RawRule, problems: &mut Problems) -> Option<Rule> {
         ),
         on_failure: rule.on_failure.given_or(OnFailure::Retain),
         on_unknown: rule.on_unknown.given_or(OnFailure::Retain),
-        on_abandoned: rule.on_abandoned.given_or(OnAbandoned::Takeover),
+        on_abandoned: rule.on_abandoned.given_or(on_abandoned),
         in_flight: rule.in_flight.given_or(InFlight::Reject),
         wait_timeout: rule.wait_timeout.given_or(WAIT_TIMEOUT),
         trust_route_retries: rule.trust_route_retries.given_or(false),
+        execution,
         commit: rule.commit.given_or(Commit::BeforeResponseEnd),
         replay_header: rule.replay_header.given_or("Idempotent-Replayed".to_owned()),
         drop_response_headers: rule.drop_response_headers.given_or(Vec::new()),
         keep_response_headers: rule.keep_response_headers.given_or(Vec::new()),
     })
+}
+
+/// Whether a rule says so itself, or through `defaults`.
+pub(super) fn is_detached(rule: &RawRule) -> bool {
+    matches!(rule.execution.known_or(&RawExecution::Inline), Some((RawExecution::Detached, _)))
+}
+
+/// What detached rules need beside themselves.
+fn check_detached(
+    cluster: &Field<String>,
+    detached_bytes: &Field<u64>,
+    rules: &[RawRule],
+    problems: &mut Problems,
+) {
+    let detached: Vec<_> = rules.iter().filter(|rule| is_detached(rule)).collect();
+    if let (true, Some((_, at))) = (detached.is_empty(), cluster.located()) {
+        problems.warn(at, "has no effect without execution \"detached\"");
+    }
+    if let (false, true) = (detached.is_empty(), cluster.is_absent()) {
+        problems.refuse(
+            "execute_cluster",
+            "missing, expected the Envoy cluster of the execution listener, since a rule's execution is \"detached\"",
+        );
+    }
+    for rule in rules {
+        if let (false, Some((_, at))) = (is_detached(rule), rule.execute_timeout.located())
+            && (in_rule(at) || detached.is_empty())
+        {
+            problems.warn(at, "has no effect without execution \"detached\"");
+        }
+    }
+    for rule in detached {
+        if rule.execute_timeout.is_absent() {
+            problems.refuse(
+                &format!("{}.execute_timeout", rule.path),
+                "missing here and in defaults, expected how long a detached execution may take, such as \"60s\": \
+                 above the route's own timeout",
+            );
+        }
+        if let Some((false, at)) = rule.fingerprint.body.known_or(&true)
+            && let Some(at) = at
+        {
+            problems.refuse(
+                at,
+                "got false, expected true where execution is \"detached\": the filter sends the body, so it has to \
+                 hold it",
+            );
+        }
+        check_room(rule, detached_bytes, problems);
+    }
+}
+
+/// A request of the largest size must have room on a worker that does nothing else.
+fn check_room(rule: &RawRule, detached_bytes: &Field<u64>, problems: &mut Problems) {
+    let (Some((room, room_at)), Some((request, request_at)), Some((response, response_at))) = (
+        detached_bytes.known_or(&DETACHED_BYTES),
+        rule.max_request_body_bytes.known_or(&MAX_REQUEST_BODY_BYTES),
+        rule.max_response_body_bytes.known_or(&MAX_RESPONSE_BODY_BYTES),
+    ) else {
+        return;
+    };
+    let least = request.saturating_add(*response);
+    if *room >= least {
+        return;
+    }
+    let at = room_at.or(most_specific(request_at, response_at)).unwrap_or("limits.detached_bytes");
+    problems.refuse(
+        at,
+        format!(
+            "a detached request of max_request_body_bytes {request} with max_response_body_bytes {response} has no \
+             room in limits.detached_bytes {room}, expected at least {least}"
+        ),
+    );
 }
 
 fn status_rules(replay: &[ReplayStatus], mut release: Vec<u16>) -> StatusRules {
@@ -454,6 +544,10 @@ mod tests {
         "statuses",
         "limits",
         "captured_bytes",
+        "detached_bytes",
+        "execute_cluster",
+        "execution",
+        "execute_timeout",
         "waiters",
         "role",
         "problem_type_base",
@@ -463,6 +557,7 @@ mod tests {
         "",
         "shared",
         "reject",
+        "detached",
         "60s",
         "1ms",
         "24h",

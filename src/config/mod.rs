@@ -40,6 +40,8 @@ pub struct Config {
     pub on_store_error: OnStoreError,
     /// The rules, in the order written: the first match wins.
     pub rules: Vec<Rc<Rule>>,
+    /// The Envoy cluster that detached executions go to; given where a rule has any.
+    pub execute_cluster: Option<String>,
     /// The HTTP statuses of the filter's own refusals.
     pub statuses: Statuses,
     /// Prefix of the `type` member of every problem detail (RFC 9457 section 3.1.1); ends with `/` or `#`.
@@ -188,6 +190,8 @@ pub struct Rule {
     pub wait_timeout: Duration,
     /// The operator vouches that retries below resend only what never reached the upstream.
     pub trust_route_retries: bool,
+    /// Who sends the request on.
+    pub execution: Execution,
     /// Whether the end of a response waits for its record.
     pub commit: Commit,
     /// Name of the header that marks a replay, as written.
@@ -351,6 +355,18 @@ pub enum InFlight {
     Wait,
 }
 
+/// Who sends a claimed request on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Execution {
+    /// Envoy, in the client's own stream: a client that leaves takes the upstream request along.
+    Inline,
+    /// The filter, by a callout that lives on when the client leaves.
+    Detached {
+        /// How long the upstream may take, all of the execution listener's retries included.
+        timeout: Duration,
+    },
+}
+
 /// Whether the end of a response waits for its record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Commit {
@@ -423,6 +439,8 @@ pub struct Statuses {
     pub store_unavailable: u16,
     /// `store-full`, 503
     pub store_full: u16,
+    /// `execution-unavailable`, 503
+    pub execution_unavailable: u16,
 }
 
 impl Default for Statuses {
@@ -440,6 +458,7 @@ impl Default for Statuses {
             response_not_kept: 409,
             store_unavailable: 503,
             store_full: 503,
+            execution_unavailable: 503,
         }
     }
 }
@@ -449,6 +468,8 @@ impl Default for Statuses {
 pub struct Limits {
     /// All response captures of a worker together, in bytes.
     pub captured_bytes: u64,
+    /// Bodies of a worker's detached executions together, and the room for their responses, in bytes.
+    pub detached_bytes: u64,
     /// How many requests of a worker may wait for another at a time; what comes beyond is refused as in flight.
     pub waiters: u32,
 }

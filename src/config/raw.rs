@@ -7,17 +7,15 @@ use super::json::Json;
 use super::matcher::read_match;
 use super::problem::Problems;
 use super::scope::read_scope;
-use super::store::{RawStore, read_store};
+use super::store::{CLUSTER, RawStore, read_store};
 use super::values::{
     Span, boolean, choice, duration, duration_of, fingerprint_header, header, integer, kept_header,
-    key_header, length, name, problem_type_base, replay_header, status, text, word,
+    key_header, length, name, problem_type_base, replay_header, status, text, visible, word,
 };
 use super::{
     Commit, InFlight, KeyFormat, KeySyntax, Matcher, MissingKey, Mode, OnAbandoned, OnFailure, OnStoreError,
     Scope, Statuses,
 };
-
-const NOT_AVAILABLE: &str = "not available yet";
 
 /// Bound of the bodies' settings, in bytes: Envoy holds what this filter holds.
 const LARGEST_BODY: u64 = 16 * 1024 * 1024;
@@ -40,6 +38,7 @@ pub(super) enum RawPlugin {
 pub(super) struct RawConfig {
     pub(super) store: Field<RawStore>,
     pub(super) on_store_error: Field<OnStoreError>,
+    pub(super) execute_cluster: Field<String>,
     pub(super) rules: Field<Vec<RawRule>>,
     pub(super) defaults: RawRule,
     pub(super) statuses: Field<Statuses>,
@@ -50,6 +49,7 @@ pub(super) struct RawConfig {
 #[derive(Debug, Default)]
 pub(super) struct RawLimits {
     pub(super) captured_bytes: Field<u64>,
+    pub(super) detached_bytes: Field<u64>,
     pub(super) waiters: Field<u64>,
 }
 
@@ -81,6 +81,8 @@ pub(super) struct RawRule {
     pub(super) in_flight: Field<InFlight>,
     pub(super) wait_timeout: Field<Duration>,
     pub(super) trust_route_retries: Field<bool>,
+    pub(super) execution: Field<RawExecution>,
+    pub(super) execute_timeout: Field<Duration>,
     pub(super) commit: Field<Commit>,
     pub(super) replay_header: Field<String>,
     pub(super) drop_response_headers: Field<Vec<String>>,
@@ -107,6 +109,13 @@ pub(super) enum ReplayStatus {
     /// `"2xx"` is 2.
     Class(u8),
     Single(u16),
+}
+
+/// Who sends a request on; its time-out is a setting of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RawExecution {
+    Inline,
+    Detached,
 }
 
 /// Whose settings an object holds.
@@ -151,7 +160,7 @@ fn read_config(mut object: Object<'_>, problems: &mut Problems) -> RawConfig {
     let on_store_error = object.field(
         "on_store_error",
         problems,
-        choice(&[("deny", Some(OnStoreError::Deny)), ("allow", Some(OnStoreError::Allow))]),
+        choice(&[("deny", OnStoreError::Deny), ("allow", OnStoreError::Allow)]),
     );
     let defaults = object.nested("defaults", problems, |json, path, problems| {
         read_rule(json, path, Owner::Defaults, problems)
@@ -160,11 +169,12 @@ fn read_config(mut object: Object<'_>, problems: &mut Problems) -> RawConfig {
     let statuses = object.nested("statuses", problems, read_statuses);
     let problem_type_base = object.field("problem_type_base", problems, problem_type_base);
     let limits = object.nested("limits", problems, read_limits);
-    object.refuse("execute_cluster", NOT_AVAILABLE, problems);
+    let execute_cluster = object.field("execute_cluster", problems, visible(1, 255, CLUSTER));
     object.finish(problems);
     RawConfig {
         store,
         on_store_error,
+        execute_cluster,
         rules,
         defaults: defaults.given_or(RawRule::default()),
         statuses,
@@ -174,13 +184,13 @@ fn read_config(mut object: Object<'_>, problems: &mut Problems) -> RawConfig {
 }
 
 fn read_limits(json: &Json, path: &str, problems: &mut Problems) -> Option<RawLimits> {
-    let expected = "an object with any of: captured_bytes, waiters";
+    let expected = "an object with any of: captured_bytes, detached_bytes, waiters";
     let mut object = Object::begin(json, path, expected, problems)?;
     let limits = RawLimits {
         captured_bytes: object.field("captured_bytes", problems, integer(0, LARGEST_CAPTURES)),
+        detached_bytes: object.field("detached_bytes", problems, integer(0, LARGEST_CAPTURES)),
         waiters: object.field("waiters", problems, integer(1, MOST_WAITERS)),
     };
-    object.refuse("detached_bytes", NOT_AVAILABLE, problems);
     object.finish(problems);
     Some(limits)
 }
@@ -215,12 +225,14 @@ fn read_rule(json: &Json, path: &str, owner: Owner, problems: &mut Problems) -> 
     const MIN_LOCK_TTL: Duration = Duration::from_millis(100);
     const WAIT_TIMEOUTS: Span =
         Span { least: Duration::from_millis(100), most: Duration::from_secs(300), example: "10s" };
+    const EXECUTE_TIMEOUTS: Span =
+        Span { least: Duration::from_millis(100), most: Duration::from_secs(3600), example: "60s" };
     let expected = match owner {
         Owner::Rule => "an object with a rule's settings",
         Owner::Defaults => "an object with settings for every rule",
     };
     let mut object = Object::begin(json, path, expected, problems)?;
-    let on_failure = || choice(&[("retain", Some(OnFailure::Retain)), ("release", Some(OnFailure::Release))]);
+    let on_failure = || choice(&[("retain", OnFailure::Retain), ("release", OnFailure::Release)]);
 
     let (name, matcher) = match owner {
         Owner::Rule => (object.field("name", problems, name), object.nested("match", problems, read_match)),
@@ -237,18 +249,14 @@ fn read_rule(json: &Json, path: &str, owner: Owner, problems: &mut Problems) -> 
         mode: object.field(
             "mode",
             problems,
-            choice(&[
-                ("enforce", Some(Mode::Enforce)),
-                ("shadow", Some(Mode::Shadow)),
-                ("off", Some(Mode::Off)),
-            ]),
+            choice(&[("enforce", Mode::Enforce), ("shadow", Mode::Shadow), ("off", Mode::Off)]),
         ),
         header: object.field("header", problems, key_header),
         key: object.nested("key", problems, read_key).given_or(RawKey::default()),
         missing_key: object.field(
             "missing_key",
             problems,
-            choice(&[("reject", Some(MissingKey::Reject)), ("pass", Some(MissingKey::Pass))]),
+            choice(&[("reject", MissingKey::Reject), ("pass", MissingKey::Pass)]),
         ),
         namespace: object.field("namespace", problems, text(0, 128)),
         scope: object.nested("scope", problems, read_scope),
@@ -269,12 +277,12 @@ fn read_rule(json: &Json, path: &str, owner: Owner, problems: &mut Problems) -> 
         on_abandoned: object.field(
             "on_abandoned",
             problems,
-            choice(&[("takeover", Some(OnAbandoned::Takeover)), ("retain", Some(OnAbandoned::Retain))]),
+            choice(&[("takeover", OnAbandoned::Takeover), ("retain", OnAbandoned::Retain)]),
         ),
         in_flight: object.field(
             "in_flight",
             problems,
-            choice(&[("reject", Some(InFlight::Reject)), ("wait", Some(InFlight::Wait))]),
+            choice(&[("reject", InFlight::Reject), ("wait", InFlight::Wait)]),
         ),
         wait_timeout: object.field("wait_timeout", problems, duration_of(WAIT_TIMEOUTS)),
         trust_route_retries: object.field("trust_route_retries", problems, boolean),
@@ -282,17 +290,20 @@ fn read_rule(json: &Json, path: &str, owner: Owner, problems: &mut Problems) -> 
             "commit",
             problems,
             choice(&[
-                ("before_response_end", Some(Commit::BeforeResponseEnd)),
-                ("after_response", Some(Commit::AfterResponse)),
+                ("before_response_end", Commit::BeforeResponseEnd),
+                ("after_response", Commit::AfterResponse),
             ]),
         ),
+        execution: object.field(
+            "execution",
+            problems,
+            choice(&[("inline", RawExecution::Inline), ("detached", RawExecution::Detached)]),
+        ),
+        execute_timeout: object.field("execute_timeout", problems, duration_of(EXECUTE_TIMEOUTS)),
         replay_header: object.field("replay_header", problems, replay_header),
         drop_response_headers: object.nested("drop_response_headers", problems, header_list(header)),
         keep_response_headers: object.nested("keep_response_headers", problems, header_list(kept_header)),
     };
-    // One word is accepted, since it says what happens anyway.
-    object.field("execution", problems, choice(&[("inline", Some(())), ("detached", None)]));
-    object.refuse("execute_timeout", NOT_AVAILABLE, problems);
     object.finish(problems);
     Some(rule)
 }
@@ -305,12 +316,12 @@ fn read_key(json: &Json, path: &str, problems: &mut Problems) -> Option<RawKey> 
         format: object.field(
             "format",
             problems,
-            choice(&[("any", Some(KeyFormat::Any)), ("uuid", Some(KeyFormat::Uuid))]),
+            choice(&[("any", KeyFormat::Any), ("uuid", KeyFormat::Uuid)]),
         ),
         syntax: object.field(
             "syntax",
             problems,
-            choice(&[("lenient", Some(KeySyntax::Lenient)), ("strict", Some(KeySyntax::Strict))]),
+            choice(&[("lenient", KeySyntax::Lenient), ("strict", KeySyntax::Strict)]),
         ),
     };
     object.finish(problems);
@@ -392,6 +403,7 @@ fn read_statuses(json: &Json, path: &str, problems: &mut Problems) -> Option<Sta
         response_not_kept: read("response_not_kept", default.response_not_kept),
         store_unavailable: read("store_unavailable", default.store_unavailable),
         store_full: read("store_full", default.store_full),
+        execution_unavailable: read("execution_unavailable", default.execution_unavailable),
     };
     object.finish(problems);
     Some(statuses)

@@ -47,9 +47,9 @@ fn read_part(json: &Json, path: &str, problems: &mut Problems) -> Option<ScopePa
         "peer_certificate",
         problems,
         choice(&[
-            ("uri_san", Some(CertificateField::UriSan)),
-            ("subject", Some(CertificateField::Subject)),
-            ("sha256", Some(CertificateField::Sha256)),
+            ("uri_san", CertificateField::UriSan),
+            ("subject", CertificateField::Subject),
+            ("sha256", CertificateField::Sha256),
         ]),
     );
     let property = object.nested("property", problems, read_property);

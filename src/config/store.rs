@@ -11,7 +11,7 @@ use super::{NearCacheConfig, RedisConfig, SharedDataConfig, StoreConfig, WhenFul
 pub(super) const EXPECTED: &str =
     "an object with exactly one of: shared_data, redis, such as {\"shared_data\": {}}";
 
-const CLUSTER: &str = "the name of an Envoy cluster: 1 to 255 visible ASCII characters";
+pub(super) const CLUSTER: &str = "the name of an Envoy cluster: 1 to 255 visible ASCII characters";
 
 /// What one record takes at least: an index entry of 112 bytes, as much room again so that the table doesn't refuse
 /// early, and some for its response.
@@ -96,7 +96,7 @@ fn read_shared_data(json: &Json, path: &str, problems: &mut Problems) -> Option<
     let when_full = object.field(
         "when_full",
         problems,
-        choice(&[("reject", Some(WhenFull::Reject)), ("evict_completed", Some(WhenFull::EvictCompleted))]),
+        choice(&[("reject", WhenFull::Reject), ("evict_completed", WhenFull::EvictCompleted)]),
     );
     object.finish(problems);
     compare_room(&max_records, MAX_RECORDS, &max_bytes, MAX_BYTES, path, problems);

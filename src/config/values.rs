@@ -133,17 +133,15 @@ pub(super) fn shown(duration: Duration) -> String {
 }
 
 /// One of several words. `None` marks a word whose feature isn't there yet.
-pub(super) fn choice<T: Copy>(words: &[(&str, Option<T>)]) -> impl Fn(&Json) -> Result<T, String> {
+pub(super) fn choice<T: Copy>(words: &[(&str, T)]) -> impl Fn(&Json) -> Result<T, String> {
     move |json| {
-        let available: Vec<_> =
-            words.iter().filter(|(_, value)| value.is_some()).map(|(word, _)| *word).collect();
-        let expected = match available.as_slice() {
+        let all: Vec<_> = words.iter().map(|(word, _)| *word).collect();
+        let expected = match all.as_slice() {
             [first @ .., last] if !first.is_empty() => format!("\"{}\" or \"{last}\"", first.join("\", \"")),
             all => format!("\"{}\"", all.join("\", \"")),
         };
         match words.iter().find(|(word, _)| matches!(json, Json::Text(text) if text == word)) {
-            Some((_, Some(value))) => Ok(*value),
-            Some((word, None)) => Err(format!("\"{word}\" is not available yet, expected {expected}")),
+            Some((_, value)) => Ok(*value),
             None => Err(got(json, &expected)),
         }
     }

@@ -1,8 +1,9 @@
 //! What an exchange asks for.
 
 use std::rc::Rc;
+use std::time::Duration;
 
-use super::Handover;
+use super::{Handover, NotDispatched};
 use crate::config::Rule;
 use crate::metrics::Counter;
 use crate::record::Owner;
@@ -22,6 +23,17 @@ pub enum Effect {
         write: Write,
         /// How long it may matter, and how its lease is renewed meanwhile.
         rule: Rc<Rule>,
+    },
+    /// Send the held request to the execution listener, and answer with [`super::Event::Executed`].
+    Execute {
+        /// How long the upstream may take.
+        timeout: Duration,
+        /// Which attempt this is.
+        attempt: u32,
+        /// A claim is held.
+        protected: bool,
+        /// The length of the held body.
+        body_bytes: u64,
     },
     /// Send this to the client in place of anything else.
     Reply(LocalReply),
@@ -69,9 +81,34 @@ pub enum Warning {
     UnreadableRecord,
     /// A claim was lost while its exchange lived.
     LeaseLost,
+    /// `limits.detached_bytes` is used up.
+    NoRoomToExecute,
+    /// The host could not give a held request.
+    RequestUnreadable,
+    /// `execute_cluster` names no cluster.
+    ExecuteClusterUnknown,
+    /// `execute_cluster` leads nowhere.
+    ExecutionUnreachable,
+    /// The execution listener has this filter in it.
+    ExecutionLoops,
+    /// The execution listener does not say how an execution ended.
+    ExecutionDetailsMissing,
+    /// The filter goes before an execution left.
+    RootGone,
 }
 
 impl Warning {
+    /// Why an execution never left.
+    #[must_use]
+    pub const fn of(why: NotDispatched) -> Self {
+        match why {
+            NotDispatched::Unreadable => Self::RequestUnreadable,
+            NotDispatched::UnknownCluster => Self::ExecuteClusterUnknown,
+            NotDispatched::NobodyListens => Self::ExecutionUnreachable,
+            NotDispatched::RootGone => Self::RootGone,
+        }
+    }
+
     /// The log line.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
@@ -89,6 +126,27 @@ impl Warning {
                 "another claim took this key over while its request was still being executed: lock_ttl is too short \
                  for this worker to renew it in time"
             }
+            Self::NoRoomToExecute => {
+                "limits.detached_bytes of this worker is used up: a request was refused before it ran. Each detached \
+                 execution takes its body plus max_response_body_bytes"
+            }
+            Self::RequestUnreadable => "the host could not give a held request: it was refused before it ran",
+            Self::ExecuteClusterUnknown => {
+                "execute_cluster names no cluster of this Envoy: detached requests are refused before they run"
+            }
+            Self::ExecutionUnreachable => {
+                "execute_cluster can't be reached: is the execution listener there, and do its cluster's circuit \
+                 breakers leave room? Detached requests are refused before they run"
+            }
+            Self::ExecutionLoops => {
+                "the execution listener leads back into this filter: take the filter out of its chain. Detached \
+                 requests are refused before they run"
+            }
+            Self::ExecutionDetailsMissing => {
+                "an execution was answered without the header x-idempotency-execution-details: the execution listener \
+                 must add it, or every answer counts as unknown"
+            }
+            Self::RootGone => "the filter was replaced before a detached request left; it was not executed",
         }
     }
 }

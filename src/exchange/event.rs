@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use super::Handover;
+use super::{ExecutionAnswer, Handover};
 use crate::config::Rule;
 use crate::headers::{HeaderBlock, RequestHead};
 use crate::outcome::{ClosingFacts, ResponseFacts};
@@ -58,6 +58,8 @@ pub enum Event<'a> {
         /// The response ends with them.
         end: bool,
     },
+    /// The detached execution ended.
+    Executed(ExecutionAnswer<'a>),
     /// The response's trailers arrived: its end.
     ResponseTrailers,
     /// Some time passed.

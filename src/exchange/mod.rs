@@ -17,6 +17,10 @@
 //!                                                       Forwarded, unprotected
 //! ```
 //!
+//! Under `execution: detached` a granted claim leads to `Executing` in place of `Forwarded`: the filter sends the
+//! request itself, the client's own goes nowhere, and `Executed` leads to `Saving`, then to `Replying` or, without a
+//! client, to `Spent`.
+//!
 //! | state | request | response | on a tick | when the stream closes |
 //! |---|---|---|---|---|
 //! | `Idle`, `Bypassed`, `Done` | passes | passes | – | – |
@@ -26,9 +30,13 @@
 //! | `Responding` | passes | captured; the last frame is held | renews | fails, unless its status froze the outcome |
 //! | `Waiting` | held | Envoy's own reply: nothing is claimed | claims again | nothing is claimed |
 //! | `Shadow` | passes | passes | renews | fails |
-//! | `Saving` | passes | held until the store answered | – | nothing: the write is out |
+//! | `Executing` | held for ever | Envoy's own reply: the client is answered, the execution goes on | renews | the execution goes on |
+//! | `Saving` | passes, but after `Executing` | held until the store answered | – | nothing: the write is out |
+//! | `Spent` | held for ever | – | – | – |
 //! | `Replying` | over | our own: its lines are put right | – | – |
 
+mod budget;
+mod detached;
 mod effect;
 mod event;
 mod response;
@@ -38,6 +46,10 @@ mod worker;
 use std::rc::Rc;
 use std::time::Duration;
 
+pub use budget::{Budget, Reservation};
+pub use detached::{
+    ATTEMPTS_HEADER, DETAILS_HEADER, ExecutionAnswer, NotDispatched, REDIRECTED_HEADER, execution_lines,
+};
 pub use effect::{Effect, StoreOp, Warning};
 pub use event::{Event, StoreAnswer};
 pub use worker::{WaiterPlace, Worker};
@@ -52,11 +64,12 @@ use crate::outcome::{ClaimEnd, ClosingFacts, Outcome, claim_end, closed_reason};
 use crate::policy::Bypass;
 use crate::record::codec::StoredResponse;
 use crate::record::{ClaimTerms, Owner, Reason};
-use crate::reply::LocalReply;
 use crate::reply::problem::{Problem, retry_after_seconds};
 use crate::reply::replay::{PROTECTION_HEADER, replay};
+use crate::reply::{LocalReply, fit_a_reply};
 use crate::scope::resolve_scope;
 use crate::store::{Claim, ClaimReply, Hold, StoreError, Write, WriteReply};
+use detached::Executing;
 use response::{Responding, Saving};
 use shadow::Shadow;
 
@@ -150,10 +163,13 @@ enum State {
     Waiting(Box<Waiting>),
     Forwarded(Box<Forwarded>),
     Responding(Box<Responding>),
+    Executing(Box<Executing>),
     Saving(Box<Saving>),
     /// The filter's own lines, until Envoy has made a head of them.
     Replying(Option<HeaderBlock>),
     Shadow(Box<Shadow>),
+    /// The request was executed detached and the client is gone: what is held goes nowhere.
+    Spent,
     Done,
 }
 
@@ -166,13 +182,16 @@ struct Request {
     origin: Option<Vec<u8>>,
     has_attempt_header: bool,
     has_protection_header: bool,
+    /// Bytes of the body that are held.
+    body_bytes: u64,
+    /// A callout can't carry it: it has trailers, or header lines that don't fit one.
+    inline_only: bool,
 }
 
 #[derive(Debug)]
 struct Reading {
     request: Request,
     hasher: FingerprintHasher,
-    received: u64,
     progress_at: Timestamp,
 }
 
@@ -229,7 +248,7 @@ impl Exchange {
     /// Whether no event can matter any more but the end of the stream.
     #[must_use]
     pub const fn is_inert(&self) -> bool {
-        matches!(self.state, State::Idle | State::Bypassed | State::Done)
+        matches!(self.state, State::Idle | State::Bypassed | State::Spent | State::Done)
     }
 
     /// Whether the head of a response has to be shown to it.
@@ -240,12 +259,14 @@ impl Exchange {
             | State::Claiming(_)
             | State::Forwarded(_)
             | State::Waiting(_)
+            | State::Executing(_)
             | State::Replying(Some(_)) => true,
+            State::Saving(saving) => saving.delivery.wants_response_head(),
             State::Shadow(shadow) => shadow.wants_response_head(),
             State::Idle
             | State::Bypassed
             | State::Responding(_)
-            | State::Saving(_)
+            | State::Spent
             | State::Replying(None)
             | State::Done => false,
         }
@@ -263,6 +284,8 @@ impl Exchange {
             | State::Claiming(_)
             | State::Waiting(_)
             | State::Forwarded(_)
+            | State::Executing(_)
+            | State::Spent
             | State::Replying(_)
             | State::Done => false,
         }
@@ -280,7 +303,9 @@ impl Exchange {
             | State::Claiming(_)
             | State::Waiting(_)
             | State::Forwarded(_)
+            | State::Executing(_)
             | State::Saving(_)
+            | State::Spent
             | State::Replying(_)
             | State::Done => false,
         }
@@ -298,24 +323,34 @@ impl Exchange {
             | State::Waiting(_)
             | State::Forwarded(_)
             | State::Responding(_)
+            | State::Executing(_)
             | State::Saving(_)
+            | State::Spent
             | State::Replying(_)
             | State::Done => false,
         }
+    }
+
+    /// Whether there is room for the body of the detached execution's answer; takes it.
+    pub fn make_room(&mut self, bytes: u64) -> bool {
+        if let State::Executing(executing) = &mut self.state { executing.make_room(bytes) } else { false }
     }
 
     /// What is held.
     #[must_use]
     pub const fn gate(&self) -> Gate {
         match &self.state {
-            State::Reading(_) | State::Claiming(_) | State::Waiting(_) => Gate::HoldRequest,
+            State::Reading(_)
+            | State::Claiming(_)
+            | State::Waiting(_)
+            | State::Executing(_)
+            | State::Spent => Gate::HoldRequest,
             State::Responding(responding) if responding.holding() => Gate::HoldResponse,
-            State::Saving(saving) if saving.holds_response => Gate::HoldResponse,
+            State::Saving(saving) => saving.delivery.gate(),
             State::Idle
             | State::Bypassed
             | State::Forwarded(_)
             | State::Responding(_)
-            | State::Saving(_)
             | State::Replying(_)
             | State::Shadow(_)
             | State::Done => Gate::Pass,
@@ -350,6 +385,13 @@ impl Exchange {
             }
             Event::ResponseBody { chunk, skipped, end } => {
                 self.on_response_body(state, chunk, skipped, end, now, &mut effects)
+            }
+            Event::Executed(answer) => {
+                if let State::Executing(executing) = state {
+                    self.on_executed(*executing, answer, now, &mut effects)
+                } else {
+                    unexpected(state, &mut effects)
+                }
             }
             Event::ResponseTrailers => self.on_response_trailers(state, now, &mut effects),
             Event::Ticked => self.on_ticked(state, now, &mut effects),
@@ -440,12 +482,14 @@ impl Exchange {
             origin: head.headers.first("origin").map(<[u8]>::to_vec),
             has_attempt_header: head.headers.first(ATTEMPT_HEADER).is_some(),
             has_protection_header: head.headers.first(PROTECTION_HEADER).is_some(),
+            body_bytes: 0,
+            inline_only: !fits_a_callout(head.headers),
             rule,
         };
         if end || !request.rule.fingerprint.body {
             return claim(request, hasher.finish(), None, now, effects);
         }
-        State::Reading(Box::new(Reading { request, hasher, received: 0, progress_at: now }))
+        State::Reading(Box::new(Reading { request, hasher, progress_at: now }))
     }
 
     fn refuse_too_large(&self, rule: &Rule, effects: &mut Vec<Effect>) -> State {
@@ -475,8 +519,9 @@ impl Exchange {
         match state {
             State::Reading(mut reading) => {
                 self.worker.note_body_seen();
-                reading.received = reading.received.saturating_add(chunk.len() as u64);
-                if reading.received > reading.request.rule.max_request_body_bytes {
+                let request = &mut reading.request;
+                request.body_bytes = request.body_bytes.saturating_add(chunk.len() as u64);
+                if request.body_bytes > request.rule.max_request_body_bytes {
                     return self.refuse_too_large(&reading.request.rule, effects);
                 }
                 reading.hasher.update_body(chunk);
@@ -492,7 +537,9 @@ impl Exchange {
             | State::Waiting(_)
             | State::Forwarded(_)
             | State::Responding(_)
+            | State::Executing(_)
             | State::Saving(_)
+            | State::Spent
             | State::Replying(_)
             | State::Shadow(_)
             | State::Done => state,
@@ -501,14 +548,19 @@ impl Exchange {
 
     fn on_request_trailers(&self, state: State, now: Timestamp, effects: &mut Vec<Effect>) -> State {
         match state {
-            State::Reading(reading) => claim(reading.request, reading.hasher.finish(), None, now, effects),
+            State::Reading(mut reading) => {
+                reading.request.inline_only = true;
+                claim(reading.request, reading.hasher.finish(), None, now, effects)
+            }
             State::Idle
             | State::Bypassed
             | State::Claiming(_)
             | State::Waiting(_)
             | State::Forwarded(_)
             | State::Responding(_)
+            | State::Executing(_)
             | State::Saving(_)
+            | State::Spent
             | State::Replying(_)
             | State::Shadow(_)
             | State::Done => state,
@@ -530,12 +582,16 @@ impl Exchange {
                 forwarded.held.on_renewed(&answer, effects);
                 State::Forwarded(forwarded)
             }
+            (State::Executing(mut executing), StoreAnswer::Renew(answer)) => {
+                executing.held().on_renewed(&answer, effects);
+                State::Executing(executing)
+            }
             (State::Responding(mut responding), StoreAnswer::Renew(answer)) => {
                 responding.held.on_renewed(&answer, effects);
                 State::Responding(responding)
             }
             (State::Saving(saving), StoreAnswer::Renew(answer)) => saving.on_renewed(&answer, effects),
-            (State::Saving(saving), StoreAnswer::End(answer)) => (*saving).on_answered(answer, effects),
+            (State::Saving(saving), StoreAnswer::End(answer)) => self.on_saved(*saving, answer, effects),
             (state, StoreAnswer::Claim(_) | StoreAnswer::Renew(_) | StoreAnswer::End(_)) => {
                 unexpected(state, effects)
             }
@@ -577,12 +633,12 @@ impl Exchange {
         }
         let (outcome, problem, counter) = match answer {
             Ok(ClaimReply::Claimed { attempt }) => {
-                return forward(request, hold(attempt), true, asked_at, now, effects);
+                return self.execute(request, hold(attempt), true, asked_at, now, effects);
             }
             Err(StoreError::Unavailable) if self.worker.config.on_store_error == OnStoreError::Allow => {
                 effects.push(Effect::Count(Counter::StoreErrors));
                 effects.push(Effect::Count(Counter::Unprotected));
-                return forward(request, hold(1), false, asked_at, now, effects);
+                return self.execute(request, hold(1), false, asked_at, now, effects);
             }
             Ok(
                 ClaimReply::InFlight { fingerprint: found, .. }
@@ -683,6 +739,10 @@ impl Exchange {
                 forwarded.held.renew_if_due(now, effects);
                 State::Forwarded(forwarded)
             }
+            State::Executing(mut executing) => {
+                executing.on_ticked(now, effects);
+                State::Executing(executing)
+            }
             State::Responding(responding) => self.on_responding_ticked(responding, now, effects),
             State::Waiting(waiting) if now < waiting.poll_at => State::Waiting(waiting),
             State::Waiting(waiting) => {
@@ -693,6 +753,7 @@ impl Exchange {
             | State::Bypassed
             | State::Claiming(_)
             | State::Saving(_)
+            | State::Spent
             | State::Replying(_)
             | State::Shadow(_)
             | State::Done => state,
@@ -721,8 +782,12 @@ impl Exchange {
                 self.end(held, Outcome::Failed(reason), None, false, effects)
             }
             State::Responding(responding) => self.on_responding_closed(*responding, facts, now, effects),
+            State::Executing(mut executing) => {
+                executing.client_waits = false;
+                State::Executing(executing)
+            }
             State::Saving(mut saving) => {
-                saving.holds_response = false;
+                saving.delivery.lose_client();
                 State::Saving(saving)
             }
             State::Idle
@@ -732,11 +797,18 @@ impl Exchange {
             | State::Replying(_)
             | State::Shadow(_)
             | State::Done => State::Done,
+            State::Spent => State::Spent,
         }
     }
 }
 
 impl Held {
+    /// A lease counts from its asking at the latest.
+    fn new(hold: Hold, rule: Rc<Rule>, asked_at: Timestamp) -> Self {
+        let renew_at = asked_at.after(rule.lock_ttl / 3);
+        Self { hold, rule, renew_at, renewing: false, lost: false, ran_before: None }
+    }
+
     /// Asks for a renewal when a third of the lease is gone.
     fn renew_if_due(&mut self, now: Timestamp, effects: &mut Vec<Effect>) {
         if self.renewing || self.lost || now < self.renew_at {
@@ -802,9 +874,8 @@ fn forward(
     effects.push(Effect::OfferHandover(hold.owner));
     let outcome = if protected { "executing" } else { "unprotected" };
     effects.push(Effect::Publish(line(outcome, &request.rule, hold.attempt, &hold.key)));
-    let renew_at = asked_at.after(request.rule.lock_ttl / 3);
     State::Forwarded(Box::new(Forwarded {
-        held: Held { hold, rule: request.rule, renew_at, renewing: false, lost: false, ran_before: None },
+        held: Held::new(hold, request.rule, asked_at),
         request_origin: request.origin,
         started: now,
         protected,
@@ -828,6 +899,7 @@ fn on_shadow_event(
         Event::ResponseHead { facts, headers, end } => {
             shadow.on_response_head(&facts, headers, end, effects);
         }
+        Event::Executed(_) => effects.push(Effect::Count(Counter::UnexpectedEvents)),
         Event::ResponseBody { chunk, skipped, end } => shadow.on_response_body(chunk, skipped, end, effects),
         Event::ResponseTrailers => shadow.on_response_end(true, effects),
         Event::Ticked => shadow.on_ticked(now, effects),
@@ -855,6 +927,11 @@ fn unexpected(state: State, effects: &mut Vec<Effect>) -> State {
 /// The access log's line: outcome, rule, attempt, the first 8 hex digits of the store key.
 fn line(outcome: &str, rule: &Rule, attempt: u32, key: &StoreKey) -> String {
     format!("{outcome} rule={} attempt={attempt} key={}", rule.name, key.short_hex().as_str())
+}
+
+/// Whether a callout can carry these lines: they are text, and the host takes as many.
+fn fits_a_callout(headers: &HeaderBlock) -> bool {
+    headers.iter().all(|(_, value)| std::str::from_utf8(value).is_ok()) && fit_a_reply(headers.iter())
 }
 
 fn parse_length(value: &[u8]) -> Option<u64> {

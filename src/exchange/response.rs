@@ -2,7 +2,8 @@
 
 use std::rc::Rc;
 
-use super::{Effect, Exchange, Forwarded, Held, State, StoreOp, Worker, line, unexpected};
+use super::budget::Reservation;
+use super::{Effect, Exchange, Forwarded, Gate, Held, State, StoreOp, line, parse_length, unexpected};
 use crate::clock::Timestamp;
 use crate::config::{Commit, Rule, StatusMeaning};
 use crate::headers::HeaderBlock;
@@ -17,7 +18,7 @@ use crate::reply::problem::REFUSAL_HEADER;
 use crate::reply::replay::{
     PROTECTION_HEADER, has_cors, is_kept_by_tombstones, kept_headers, tombstone_headers,
 };
-use crate::reply::{fit_a_reply, put_right};
+use crate::reply::{LocalReply, fit_a_reply, put_right};
 use crate::store::{Hold, StoreError, Write, WriteReply};
 
 /// How long the last frame waits for the end that must follow it.
@@ -55,29 +56,6 @@ enum Capture {
     Telltale(Vec<u8>),
 }
 
-/// Bytes of the worker's capture budget; given back when dropped.
-#[derive(Debug)]
-struct Reservation {
-    worker: Rc<Worker>,
-    bytes: u64,
-}
-
-impl Reservation {
-    fn grow(&mut self, bytes: u64) -> bool {
-        let granted = self.worker.reserve_capture(bytes);
-        if granted {
-            self.bytes = self.bytes.saturating_add(bytes);
-        }
-        granted
-    }
-}
-
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        self.worker.release_capture(self.bytes);
-    }
-}
-
 /// The write that ends the claim is out, or waits for a renewal's answer.
 #[derive(Debug)]
 pub(super) struct Saving {
@@ -85,7 +63,42 @@ pub(super) struct Saving {
     rule: Rc<Rule>,
     write: Write,
     waits_for_renewal: bool,
-    pub(super) holds_response: bool,
+    pub(super) delivery: Delivery,
+}
+
+/// How the client gets the answer whose record is being written.
+#[derive(Debug)]
+pub(super) enum Delivery {
+    /// Envoy passes it on; its end waits for the record, or not.
+    Stream { holds_response: bool },
+    /// The filter sends it once the record is written.
+    After(LocalReply, Reservation),
+    /// The filter sent it: its own lines, until Envoy has made a head of them.
+    Before(Option<HeaderBlock>),
+    /// The client is gone.
+    Nobody,
+}
+
+impl Delivery {
+    pub(super) const fn gate(&self) -> Gate {
+        match self {
+            Self::Stream { holds_response: true } => Gate::HoldResponse,
+            Self::Stream { holds_response: false } => Gate::Pass,
+            // What was executed detached never goes on by itself.
+            Self::After(..) | Self::Before(_) | Self::Nobody => Gate::HoldRequest,
+        }
+    }
+
+    pub(super) const fn wants_response_head(&self) -> bool {
+        matches!(self, Self::After(..) | Self::Before(Some(_)))
+    }
+
+    pub(super) fn lose_client(&mut self) {
+        *self = match self {
+            Self::Stream { .. } => Self::Stream { holds_response: false },
+            Self::After(..) | Self::Before(_) | Self::Nobody => Self::Nobody,
+        };
+    }
 }
 
 impl Responding {
@@ -131,8 +144,7 @@ impl Exchange {
                 self.on_forwarded_head(*forwarded, facts, headers, end, now, effects)
             }
             State::Replying(own) => {
-                let head = own.zip(headers).and_then(|(own, made)| put_right(&own, made));
-                effects.extend(head.map(Effect::ReplaceResponseHead));
+                replace_head(own, headers, effects);
                 State::Replying(None)
             }
             // Another filter's or Envoy's own reply before anything was claimed.
@@ -141,8 +153,16 @@ impl Exchange {
                 claiming.closed = true;
                 State::Claiming(claiming)
             }
-            State::Responding(_) | State::Saving(_) => unexpected(state, effects),
-            State::Idle | State::Bypassed | State::Shadow(_) | State::Done => state,
+            State::Executing(mut executing) => {
+                executing.client_waits = false;
+                State::Executing(executing)
+            }
+            State::Saving(mut saving) => {
+                saving.on_response_head(headers, effects);
+                State::Saving(saving)
+            }
+            State::Responding(_) => unexpected(state, effects),
+            State::Idle | State::Bypassed | State::Shadow(_) | State::Spent | State::Done => state,
         }
     }
 
@@ -172,10 +192,7 @@ impl Exchange {
         let first = |name| headers.and_then(|headers| headers.first(name));
         // A response without a body may still announce the length that another one would have (304, RFC 9110
         // section 8.6).
-        let announced = first("content-length")
-            .filter(|_| !end)
-            .and_then(|value| std::str::from_utf8(value).ok())
-            .and_then(|value| value.trim().parse().ok());
+        let announced = first("content-length").filter(|_| !end).and_then(parse_length);
         let capture =
             self.start_capture(&held.rule, facts.status, headers, announced, request_origin.as_deref());
         let responding = Responding {
@@ -218,10 +235,9 @@ impl Exchange {
         let Some(encoder) = ResponseEncoder::begin(status, kept_headers(headers, rule), origin) else {
             return tombstone(status, headers, rule);
         };
-        let mut reservation = Reservation { worker: Rc::clone(&self.worker), bytes: 0 };
-        if !reservation.grow(encoder.held_bytes() as u64) {
+        let Some(reservation) = self.worker.captured.reserve(encoder.held_bytes() as u64) else {
             return tombstone(status, headers, rule);
-        }
+        };
         Capture::Keeping { encoder, reservation }
     }
 
@@ -372,6 +388,19 @@ impl Exchange {
         holdable: bool,
         effects: &mut Vec<Effect>,
     ) -> State {
+        let holds_response = holdable && held.rule.commit == Commit::BeforeResponseEnd;
+        let mut saving = Self::begin_end(held, outcome, response, effects);
+        saving.delivery = Delivery::Stream { holds_response };
+        State::Saving(Box::new(saving))
+    }
+
+    /// Asks the store for what the outcome and the rule say.
+    pub(super) fn begin_end(
+        held: Held,
+        outcome: Outcome,
+        response: Option<Vec<u8>>,
+        effects: &mut Vec<Effect>,
+    ) -> Saving {
         let Held { hold, rule, renewing, ran_before, .. } = held;
         let outcome = match (outcome, ran_before) {
             // True of the last pass or attempt only: giving the claim back would run the first again.
@@ -404,8 +433,7 @@ impl Exchange {
         if !renewing {
             effects.push(Effect::Store(StoreOp::End(hold, write.clone())));
         }
-        let holds_response = holdable && rule.commit == Commit::BeforeResponseEnd;
-        State::Saving(Box::new(Saving { hold, rule, write, waits_for_renewal: renewing, holds_response }))
+        Saving { hold, rule, write, waits_for_renewal: renewing, delivery: Delivery::Nobody }
     }
 }
 
@@ -424,23 +452,74 @@ impl Saving {
         State::Saving(self)
     }
 
-    pub(super) fn on_answered(
-        self,
+    fn on_response_head(&mut self, headers: Option<&HeaderBlock>, effects: &mut Vec<Effect>) {
+        match &mut self.delivery {
+            Delivery::Stream { .. } => effects.push(Effect::Count(Counter::UnexpectedEvents)),
+            Delivery::Before(own) => replace_head(own.take(), headers, effects),
+            // Envoy's own reply: the client is answered.
+            Delivery::After(..) | Delivery::Nobody => self.delivery.lose_client(),
+        }
+    }
+}
+
+impl Exchange {
+    pub(super) fn on_saved(
+        &self,
+        saving: Saving,
         answer: Result<WriteReply, StoreError>,
         effects: &mut Vec<Effect>,
     ) -> State {
+        let Saving { hold, rule, write, delivery, .. } = saving;
         match answer {
             Ok(WriteReply::Applied) => {}
             Ok(WriteReply::AppliedAsTombstone) => effects.push(Effect::Count(Counter::Tombstones)),
             Ok(WriteReply::Stale) => effects.push(Effect::Count(Counter::StaleWrites)),
             Err(_) => {
                 effects.push(Effect::Count(Counter::StoreErrors));
-                effects.push(Effect::Outbox { hold: self.hold, write: self.write, rule: self.rule });
+                effects.push(Effect::Outbox { hold, write, rule });
             }
         }
         effects.push(Effect::ClaimEnded);
-        State::Done
+        match delivery {
+            Delivery::Stream { .. } => State::Done,
+            Delivery::After(reply, _room) => self.send(reply, effects),
+            Delivery::Before(own) => State::Replying(own),
+            Delivery::Nobody => State::Spent,
+        }
     }
+
+    /// What is kept of a response that is there as a whole: without its body where that is not, or must not be.
+    pub(super) fn keep_whole(
+        &self,
+        rule: &Rule,
+        status: u16,
+        headers: &HeaderBlock,
+        body: Option<&[u8]>,
+        request_origin: Option<&[u8]>,
+    ) -> Option<Vec<u8>> {
+        let announced = headers
+            .first("content-length")
+            .filter(|_| body.is_none_or(|body| !body.is_empty()))
+            .and_then(parse_length);
+        match (self.start_capture(rule, status, Some(headers), announced, request_origin), body) {
+            (Capture::Telltale(_), _) => None,
+            (Capture::Tombstone(bytes), _) => Some(bytes),
+            (Capture::Keeping { mut encoder, .. }, Some(body))
+                if body.len() as u64 <= rule.max_response_body_bytes
+                    && announced.is_none_or(|length| length == body.len() as u64) =>
+            {
+                encoder.push(body);
+                Some(encoder.finish())
+            }
+            (Capture::Keeping { encoder, .. }, _) => Some(encoder.to_tombstone(is_kept_by_tombstones)),
+        }
+    }
+}
+
+/// Puts the filter's own lines right in the head that Envoy made of them.
+fn replace_head(own: Option<HeaderBlock>, made: Option<&HeaderBlock>, effects: &mut Vec<Effect>) {
+    let head = own.zip(made).and_then(|(own, made)| put_right(&own, made));
+    effects.extend(head.map(Effect::ReplaceResponseHead));
 }
 
 fn tombstone(status: u16, headers: &HeaderBlock, rule: &Rule) -> Capture {

@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
+use super::budget::Budget;
 use crate::config::{Config, Rule};
 
 /// Shared by every exchange of a worker. It lives in one thread, so cells do.
@@ -11,7 +12,10 @@ use crate::config::{Config, Rule};
 pub struct Worker {
     /// The plugin configuration.
     pub config: Config,
-    captured: Cell<u64>,
+    /// Bytes of response captures.
+    pub captured: Rc<Budget>,
+    /// Bytes of detached executions: their bodies, and the room for their responses.
+    pub detached: Rc<Budget>,
     saw_body: Cell<bool>,
     waiters: Cell<u32>,
     usual_millis: Vec<Cell<u64>>,
@@ -24,35 +28,9 @@ impl Worker {
     #[must_use]
     pub fn new(config: Config) -> Self {
         let usual_millis = config.rules.iter().map(|_| Cell::new(FIRST_USUAL_MILLIS)).collect();
-        Self {
-            config,
-            captured: Cell::new(0),
-            saw_body: Cell::new(false),
-            waiters: Cell::new(0),
-            usual_millis,
-        }
-    }
-
-    /// Takes `bytes` of the capture budget.
-    #[must_use]
-    pub fn reserve_capture(&self, bytes: u64) -> bool {
-        let taken = self.captured.get().saturating_add(bytes);
-        if taken > self.config.limits.captured_bytes {
-            return false;
-        }
-        self.captured.set(taken);
-        true
-    }
-
-    /// Gives `bytes` of the capture budget back.
-    pub fn release_capture(&self, bytes: u64) {
-        self.captured.set(self.captured.get().saturating_sub(bytes));
-    }
-
-    /// Bytes of the capture budget in use.
-    #[must_use]
-    pub fn captured_bytes(&self) -> u64 {
-        self.captured.get()
+        let captured = Budget::new(config.limits.captured_bytes);
+        let detached = Budget::new(config.limits.detached_bytes);
+        Self { config, captured, detached, saw_body: Cell::new(false), waiters: Cell::new(0), usual_millis }
     }
 
     /// Takes a place among the duplicates that wait; `None` when all are taken.

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::rc::Weak;
 
+use super::execution::HeldRequest;
 use super::hostcalls::{self, Map};
 use super::root::{Backend, Shared};
 use super::stream::StreamState;
@@ -96,6 +97,13 @@ impl Io for HostIo<'_> {
             Effect::Store(_) => {}
             Effect::Outbox { hold, write, rule } => {
                 self.shared.post(hold, write, &rule, self.now);
+            }
+            Effect::Execute { timeout, attempt, protected, body_bytes } => {
+                let request =
+                    if self.enter() { HeldRequest::read(attempt, protected, body_bytes) } else { None };
+                if let Some(me) = self.me.upgrade() {
+                    self.shared.execute(me, request, timeout);
+                }
             }
             Effect::Reply(reply) => {
                 if self.replied {

@@ -1,5 +1,6 @@
 //! The proxy-wasm side: callbacks in, host calls out. The only room that talks to Envoy.
 
+mod execution;
 mod hostcalls;
 mod io;
 mod metrics;
@@ -12,6 +13,7 @@ mod store_driver;
 mod stream;
 #[cfg(feature = "test-hooks")]
 mod test_hooks;
+mod wake;
 
 use proxy_wasm::traits::RootContext;
 use proxy_wasm::types::LogLevel;

@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::hostcalls::{self, Buffer, Map};
 use super::shared_data::HostCas;
 use super::stream::StreamState;
+use super::wake::Wake;
 use crate::clock::Timestamp;
 use crate::config::{Config, RedisConfig};
 use crate::exchange::{StoreAnswer, StoreOp};
@@ -31,9 +32,7 @@ pub struct Link {
     pending: BTreeMap<u64, Pending>,
     last_ticket: u64,
     callouts: BTreeMap<u32, Callout>,
-    /// Wakes the root on its own thread.
-    queue: u32,
-    woken: bool,
+    wake: Rc<Wake>,
 }
 
 /// Who waits for an operation's answer.
@@ -90,15 +89,7 @@ struct Callout {
 
 impl Link {
     /// Opens the link; nothing is sent yet.
-    ///
-    /// # Errors
-    /// When the host gives no queue or no random name for it.
-    pub fn open(settings: &RedisConfig, config: &Config) -> Result<Self, String> {
-        // Names made of time and context ids collide between workers, and then one worker gets all the wakes.
-        let name = hostcalls::random_bytes::<16>().ok_or("the host gives no random bytes")?;
-        let name = format!("idempotency:{:032x}", u128::from_le_bytes(name));
-        let queue = hostcalls::register_queue(&name)
-            .map_err(|error| format!("the host gives no queue (status {})", error.0))?;
+    pub fn open(settings: &RedisConfig, config: &Config, wake: Rc<Wake>) -> Self {
         let near_cache = settings.near_cache.as_ref().and_then(|near| {
             let bounds =
                 NearCacheBounds { max_records: near.max_records, max_bytes: near.max_bytes, ttl: near.ttl };
@@ -113,16 +104,15 @@ impl Link {
             max_in_flight_batches: usize::try_from(settings.max_in_flight_batches).unwrap_or(1),
             max_response_body_bytes: longest.unwrap_or(0),
         };
-        Ok(Self {
+        Self {
             cluster: settings.cluster.clone(),
             batcher: Batcher::new(batches, SCRIPTS),
             near_cache,
             pending: BTreeMap::new(),
             last_ticket: 0,
             callouts: BTreeMap::new(),
-            queue,
-            woken: false,
-        })
+            wake,
+        }
     }
 
     /// What is known without asking Redis.
@@ -164,18 +154,7 @@ impl Link {
         self.last_ticket = self.last_ticket.wrapping_add(1);
         self.pending.insert(self.last_ticket, Pending { since: now, waits });
         self.batcher.submit(self.last_ticket, operation, priority, now);
-        if !self.woken {
-            // A wake that fails is made good by the tick.
-            self.woken = hostcalls::enqueue(self.queue, &[]).is_ok();
-        }
-    }
-
-    /// The root was woken.
-    pub fn on_woken(&mut self, queue: u32) {
-        if queue == self.queue {
-            while hostcalls::dequeue(queue) {}
-            self.woken = false;
-        }
+        self.wake.ring();
     }
 
     /// Sends what may be sent. Only from the root's own callbacks: the answer comes to the context that runs.

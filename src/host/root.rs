@@ -9,6 +9,7 @@ use std::time::Duration;
 use proxy_wasm::traits::{Context, HttpContext, RootContext};
 use proxy_wasm::types::ContextType;
 
+use super::execution::{self, Executions, HeldRequest};
 use super::hostcalls::{self, Buffer};
 use super::io::Acting;
 use super::metrics::Metrics;
@@ -16,9 +17,10 @@ use super::redis::{self, Kind, Link, Pending, Waits};
 use super::request_end_hold::RequestEndHold;
 use super::shared_data::HostCas;
 use super::stream::{Stream, StreamState};
+use super::wake::Wake;
 use crate::clock::Timestamp;
 use crate::config::{self, Config, InFlight, Plugin, Rule, StoreConfig};
-use crate::exchange::{Event, Handover, Warning, Worker};
+use crate::exchange::{Event, ExecutionAnswer, Handover, NotDispatched, Warning, Worker};
 use crate::metrics::{Counter, Gauge, Histogram};
 use crate::record::Owner;
 use crate::store::outbox::Outbox;
@@ -64,6 +66,10 @@ pub struct Shared {
     /// Streams that may be acted for: in when covered, out when closed. A stream that is not in here may be gone.
     live: RefCell<BTreeMap<u32, Rc<RefCell<StreamState>>>>,
     handovers: RefCell<Vec<(Owner, Handover, Timestamp)>>,
+    wake_up: Rc<Wake>,
+    executions: Executions,
+    /// What the gauge of the detached bytes shows of this worker.
+    detached_shown: Cell<u64>,
     tick: Duration,
     ticking: Cell<bool>,
     idle_ticks: Cell<u32>,
@@ -155,6 +161,7 @@ impl Shared {
     fn on_tick(&self) {
         let now = Self::now();
         self.tick_streams(now);
+        self.pump_executions(now);
         self.expire_handovers(now);
         self.take_spill(now);
         if let Backend::Redis(link) = &self.backend
@@ -167,7 +174,7 @@ impl Shared {
         let busy = self.live.try_borrow().map_or(true, |live| !live.is_empty())
             || self.outbox.try_borrow().map_or(true, |outbox| !outbox.is_empty())
             || self.handovers.try_borrow().map_or(true, |handovers| !handovers.is_empty());
-        let busy = busy || !self.is_link_idle();
+        let busy = busy || !self.is_link_idle() || !self.executions.is_empty();
         self.idle_ticks.set(if busy { 0 } else { self.idle_ticks.get().saturating_add(1) });
         if self.idle_ticks.get() > IDLE_TICKS && hostcalls::set_tick_millis(0).is_ok() {
             self.ticking.set(false);
@@ -191,6 +198,71 @@ impl Shared {
                 stream.handle(self, Event::Ticked, now, Acting::Root);
             }
         }
+        for stream in self.executions.running() {
+            if let Ok(mut stream) = stream.try_borrow_mut()
+                && !self.is_live(stream.id())
+            {
+                stream.handle(self, Event::Ticked, now, Acting::Nobody);
+            }
+        }
+    }
+
+    fn is_live(&self, id: u32) -> bool {
+        self.live.try_borrow().is_ok_and(|live| live.contains_key(&id))
+    }
+
+    /// On whose behalf the root acts for a stream.
+    fn acting_for(&self, id: u32) -> Acting {
+        if self.is_live(id) { Acting::Root } else { Acting::Nobody }
+    }
+
+    /// Lets the root send a request.
+    pub fn execute(&self, stream: Rc<RefCell<StreamState>>, request: Option<HeldRequest>, timeout: Duration) {
+        self.executions.submit(stream, request, timeout);
+        self.wake_up.ring();
+        self.wake();
+    }
+
+    /// Sends the requests that wait. Only from the root's own callbacks.
+    fn pump_executions(&self, now: Timestamp) {
+        for (stream, why) in self.executions.dispatch() {
+            self.end_execution(&stream, ExecutionAnswer::NotDispatched(why), now);
+        }
+        self.show_detached();
+    }
+
+    fn end_execution(&self, stream: &RefCell<StreamState>, answer: ExecutionAnswer<'_>, now: Timestamp) {
+        if let Ok(mut stream) = stream.try_borrow_mut() {
+            let acting = self.acting_for(stream.id());
+            stream.handle(self, Event::Executed(answer), now, acting);
+        }
+    }
+
+    /// A callout was answered: was it an execution's?
+    fn on_executed(
+        &self,
+        token: u32,
+        lines: usize,
+        body_size: usize,
+        trailers: usize,
+        now: Timestamp,
+    ) -> bool {
+        let Some(stream) = self.executions.take(token) else { return false };
+        let headers = execution::answer_head(lines);
+        let has_room = stream
+            .try_borrow_mut()
+            .is_ok_and(|mut stream| stream.make_room(u64::try_from(body_size).unwrap_or(u64::MAX)));
+        let answer = execution::answer(headers.as_ref(), body_size, trailers > 0, has_room);
+        self.end_execution(&stream, answer, now);
+        self.show_detached();
+        true
+    }
+
+    fn show_detached(&self) {
+        let taken = self.worker.detached.taken();
+        let signed = |bytes| i64::try_from(bytes).unwrap_or(i64::MAX);
+        let shown = self.detached_shown.replace(taken);
+        self.metrics.shift(Gauge::DetachedBytes, signed(taken).saturating_sub(signed(shown)));
     }
 
     fn expire_handovers(&self, now: Timestamp) {
@@ -275,8 +347,7 @@ impl Shared {
             Waits::Exchange { id, state, kind, copy } => {
                 self.copy_near(&kind, &answer, copy.as_deref(), now);
                 let answer = redis::exchange_answer(&kind, answer);
-                let is_live = self.live.try_borrow().is_ok_and(|live| live.contains_key(&id));
-                let acting = if is_live { Acting::Root } else { Acting::Nobody };
+                let acting = self.acting_for(id);
                 if let Ok(mut state) = state.try_borrow_mut() {
                     state.handle(self, Event::StoreAnswered(answer), now, acting);
                 }
@@ -317,6 +388,21 @@ impl Shared {
     fn finish(&self) {
         let now = Self::now();
         self.expire_handovers(now.after(HANDOVER_WAIT));
+        // The host cancels the callouts: whether they had taken effect, nobody will tell.
+        let (queued, running) = self.executions.abandon();
+        for (streams, never_left) in [(queued, true), (running, false)] {
+            for stream in streams {
+                if let Ok(mut stream) = stream.try_borrow_mut() {
+                    let answer = if never_left {
+                        ExecutionAnswer::NotDispatched(NotDispatched::RootGone)
+                    } else {
+                        ExecutionAnswer::Unanswered
+                    };
+                    stream.handle(self, Event::Executed(answer), now, Acting::Nobody);
+                }
+            }
+        }
+        self.show_detached();
         if let Backend::Redis(link) = &self.backend {
             // The host cancels its callouts: what they carried may have been executed, and goes to the next root.
             let waiting = link.try_borrow_mut().map(|mut link| link.abandon()).unwrap_or_default();
@@ -410,6 +496,7 @@ impl Root {
     }
 
     fn open(&self, config: Config) -> Result<Shared, String> {
+        let wake_up = Rc::new(Wake::open()?);
         let (backend, store_name) = match &config.store {
             StoreConfig::SharedData(settings) => {
                 let namespace = settings.namespace.clone().unwrap_or_else(own_namespace);
@@ -418,7 +505,7 @@ impl Root {
                 (Backend::SharedData(RefCell::new(store)), namespace)
             }
             StoreConfig::Redis(settings) => {
-                let link = Link::open(settings, &config).map_err(|error| format!("store.redis: {error}"))?;
+                let link = Link::open(settings, &config, Rc::clone(&wake_up));
                 let name =
                     format!("redis {}:{}{}", settings.cluster.len(), settings.cluster, settings.key_prefix);
                 (Backend::Redis(Box::new(RefCell::new(link))), name)
@@ -427,6 +514,7 @@ impl Root {
         let suffix = hostcalls::random_bytes::<8>().ok_or("the host gives no random bytes")?;
         let handover_state = format!("idempotency_handover_{:016x}", u64::from_le_bytes(suffix));
         declare_request_state(&handover_state);
+        let executions = Executions::through(config.execute_cluster.as_deref());
         let leases = config.rules.iter().map(|rule| rule.lock_ttl.min(rule.body_timeout));
         let store_timeout = match &config.store {
             StoreConfig::SharedData(_) => None,
@@ -445,6 +533,9 @@ impl Root {
             handover_state,
             live: RefCell::new(BTreeMap::new()),
             handovers: RefCell::new(Vec::new()),
+            wake_up,
+            executions,
+            detached_shown: Cell::new(0),
             tick,
             ticking: Cell::new(false),
             idle_ticks: Cell::new(0),
@@ -456,8 +547,12 @@ impl Root {
 }
 
 impl Context for Root {
-    fn on_http_call_response(&mut self, token: u32, headers: usize, body_size: usize, _trailers: usize) {
+    fn on_http_call_response(&mut self, token: u32, headers: usize, body_size: usize, trailers: usize) {
         let Some(Role::Filter(shared)) = &self.role else { return };
+        if shared.on_executed(token, headers, body_size, trailers, Shared::now()) {
+            shared.pump(Shared::now());
+            return;
+        }
         let Backend::Redis(link) = &shared.backend else { return };
         let now = Shared::now();
         let trap =
@@ -499,11 +594,9 @@ impl RootContext for Root {
 
     fn on_queue_ready(&mut self, queue_id: u32) {
         let Some(Role::Filter(shared)) = &self.role else { return };
-        let Backend::Redis(link) = &shared.backend else { return };
-        if let Ok(mut link) = link.try_borrow_mut() {
-            link.on_woken(queue_id);
-        }
+        shared.wake_up.on_woken(queue_id);
         let now = Shared::now();
+        shared.pump_executions(now);
         shared.flush_outbox(now);
         shared.pump(now);
     }

@@ -54,6 +54,16 @@ impl StreamState {
         io.leave();
     }
 
+    /// The stream's context id.
+    pub const fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Whether the body of a detached execution's answer may be read.
+    pub fn make_room(&mut self, bytes: u64) -> bool {
+        self.exchange.make_room(bytes)
+    }
+
     fn action(&self, held: Gate) -> Action {
         if self.gate == held { Action::Pause } else { Action::Continue }
     }

@@ -60,6 +60,13 @@ pub enum Problem {
     StoreUnavailable,
     /// The store has no room.
     StoreFull,
+    /// The request can't be executed, and was not.
+    ExecutionUnavailable,
+    /// The detached execution gave no answer.
+    NoAnswer {
+        /// Why.
+        reason: Reason,
+    },
     /// The route names an unknown rule.
     Misconfigured,
 }
@@ -93,6 +100,9 @@ impl Problem {
             Self::ResponseNotKept { .. } => "response-not-kept",
             Self::StoreUnavailable => "store-unavailable",
             Self::StoreFull => "store-full",
+            Self::ExecutionUnavailable => "execution-unavailable",
+            // What a retry will be told.
+            Self::NoAnswer { .. } => "failed",
             Self::Misconfigured => "misconfigured",
         }
     }
@@ -113,6 +123,8 @@ impl Problem {
             Self::ResponseNotKept { .. } => "idempotency_response_not_kept",
             Self::StoreUnavailable => "idempotency_store_unavailable",
             Self::StoreFull => "idempotency_store_full",
+            Self::ExecutionUnavailable => "idempotency_execution_unavailable",
+            Self::NoAnswer { .. } => "idempotency_no_answer",
             Self::Misconfigured => "idempotency_misconfigured",
         }
     }
@@ -128,11 +140,12 @@ impl Problem {
             Self::PayloadTooLarge { .. } => "The request body is too large",
             Self::InFlight { .. } => "A request with this idempotency key is still being executed",
             Self::Mismatch => "This idempotency key was used for a different request",
-            Self::Failed { .. } => "The request with this idempotency key failed",
+            Self::Failed { .. } | Self::NoAnswer { .. } => "The request with this idempotency key failed",
             Self::Abandoned => "The request with this idempotency key was abandoned",
             Self::ResponseNotKept { .. } => "The request was executed, but its response was not kept",
             Self::StoreUnavailable => "The idempotency store is unavailable",
             Self::StoreFull => "The idempotency store is full",
+            Self::ExecutionUnavailable => "The request can't be executed at the moment",
             Self::Misconfigured => "This route is misconfigured",
         }
     }
@@ -153,6 +166,10 @@ impl Problem {
             Self::ResponseNotKept { .. } => statuses.response_not_kept,
             Self::StoreUnavailable => statuses.store_unavailable,
             Self::StoreFull => statuses.store_full,
+            Self::ExecutionUnavailable => statuses.execution_unavailable,
+            // As Envoy answers by itself.
+            Self::NoAnswer { reason: Reason::Timeout } => 504,
+            Self::NoAnswer { .. } => 502,
             Self::Misconfigured => 500,
         }
     }
@@ -177,7 +194,7 @@ impl Problem {
                                from the request this key was first used for. Use a new key for a new request; \
                                nothing was executed."
                 .to_owned(),
-            Self::Failed { reason } => format!(
+            Self::Failed { reason } | Self::NoAnswer { reason } => format!(
                 "Its outcome is {}. It may have taken effect and will not be executed again under this key. Find \
                  out what happened before you use a new key.",
                 match reason {
@@ -205,6 +222,9 @@ impl Problem {
             Self::StoreFull => {
                 "Nothing was forwarded. Send the request again later with the same key.".to_owned()
             }
+            Self::ExecutionUnavailable => {
+                "Nothing was executed. Send the request again later with the same key.".to_owned()
+            }
             Self::Misconfigured => {
                 "The route's metadata names an idempotency rule that does not exist. Nothing was forwarded."
                     .to_owned()
@@ -220,7 +240,7 @@ impl Problem {
         let type_uri = format!("{type_base}{kind}");
         let detail = self.detail();
         let reason = match &self {
-            Self::Failed { reason } => Some(reason.as_str()),
+            Self::Failed { reason } | Self::NoAnswer { reason } => Some(reason.as_str()),
             Self::Abandoned => Some("abandoned"),
             Self::MissingKey { .. }
             | Self::InvalidKey { .. }
@@ -232,6 +252,7 @@ impl Problem {
             | Self::ResponseNotKept { .. }
             | Self::StoreUnavailable
             | Self::StoreFull
+            | Self::ExecutionUnavailable
             | Self::Misconfigured => None,
         };
         let original_status =
@@ -243,7 +264,7 @@ impl Problem {
         let link = format!("<{type_uri}>; rel=\"describedby\"");
         let retry_after = match &self {
             Self::InFlight { retry_after } => Some(retry_after.to_string()),
-            Self::StoreUnavailable | Self::StoreFull => Some("1".to_owned()),
+            Self::StoreUnavailable | Self::StoreFull | Self::ExecutionUnavailable => Some("1".to_owned()),
             Self::MissingKey { .. }
             | Self::InvalidKey { .. }
             | Self::InvalidScope { .. }
@@ -251,6 +272,7 @@ impl Problem {
             | Self::PayloadTooLarge { .. }
             | Self::Mismatch
             | Self::Failed { .. }
+            | Self::NoAnswer { .. }
             | Self::Abandoned
             | Self::ResponseNotKept { .. }
             | Self::Misconfigured => None,
@@ -323,6 +345,7 @@ mod tests {
             response_not_kept: 409,
             store_unavailable: 503,
             store_full: 503,
+            execution_unavailable: 503,
         }
     }
 
@@ -353,6 +376,8 @@ mod tests {
             (Problem::ResponseNotKept { status: 201, headers: vec![] }, false),
             (Problem::StoreUnavailable, true),
             (Problem::StoreFull, true),
+            (Problem::ExecutionUnavailable, true),
+            (Problem::NoAnswer { reason: Reason::Timeout }, false),
         ] {
             let kind = problem.kind();
             let reply = problem.into_reply(&statuses(), "https://docs.example/");

@@ -8,15 +8,12 @@ use crate::record::codec::StoredResponse;
 /// Marks requests and responses that went through without protection.
 pub const PROTECTION_HEADER: &str = "idempotency-protection";
 
-/// Dropped by whole name: hop-by-hop (RFC 9110 section 7.6.1), framing, what belongs to one exchange, and what
-/// must not reach another one.
-const DROPPED: [&[u8]; 19] = [
-    b"connection",
-    b"keep-alive",
-    b"te",
-    b"trailer",
-    b"transfer-encoding",
-    b"upgrade",
+const HOP_BY_HOP: [&[u8]; 7] =
+    [b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"];
+
+/// Dropped by whole name beside the hop-by-hop ones: framing, what belongs to one exchange, and what must not reach
+/// another one.
+const DROPPED: [&[u8]; 13] = [
     b"content-length",
     b"date",
     b"server",
@@ -67,6 +64,12 @@ pub fn has_cors(headers: &HeaderBlock) -> bool {
     headers.iter().any(|(name, _)| name.starts_with(CORS_PREFIX))
 }
 
+/// Whether a line ends at the next hop (RFC 9110 section 7.6.1): by its name, or since `Connection` names it.
+#[must_use]
+pub fn is_hop_by_hop(name: &[u8], headers: &HeaderBlock) -> bool {
+    HOP_BY_HOP.contains(&name) || named_by_connection(name, headers)
+}
+
 fn is_kept(name: &[u8], headers: &HeaderBlock, rule: &Rule) -> bool {
     if name.starts_with(b":") {
         return false;
@@ -82,7 +85,7 @@ fn is_kept(name: &[u8], headers: &HeaderBlock, rule: &Rule) -> bool {
     {
         return false;
     }
-    !named_by_connection(name, headers)
+    !is_hop_by_hop(name, headers)
 }
 
 /// `Connection` names further hop-by-hop fields (RFC 9110 section 7.6.1).

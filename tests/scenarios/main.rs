@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, missing_docs)]
 
+mod detached;
 mod world;
 
 use std::time::Duration;
@@ -321,7 +322,7 @@ fn captures_beyond_the_workers_budget_are_tombstones_and_give_their_bytes_back()
     let mut trip = world.post("b");
     world.respond(&mut trip, 200, &[], &"x".repeat(5000));
     assert!(world.post("b").refused_as(409, "response-not-kept"));
-    assert_eq!(world.worker.captured_bytes(), 0);
+    assert_eq!(world.worker.captured.taken(), 0);
 }
 
 #[test]

@@ -8,7 +8,8 @@ use std::time::Duration;
 use idempotency::clock::Timestamp;
 use idempotency::config;
 use idempotency::exchange::{
-    Effect, Event, Exchange, Gate, Handover, Io, StoreAnswer, StoreOp, Worker, drive,
+    ATTEMPTS_HEADER, DETAILS_HEADER, Effect, Event, Exchange, ExecutionAnswer, Gate, Handover, Io,
+    StoreAnswer, StoreOp, Worker, drive,
 };
 use idempotency::headers::{Attributes, HeaderBlock, RequestHead};
 use idempotency::key::StoreKey;
@@ -134,6 +135,8 @@ pub struct Trip {
     pub published: Vec<String>,
     pub warnings: Vec<&'static str>,
     pub handover: Option<Handover>,
+    /// The request left by itself: attempt, and whether a claim is held.
+    pub executing: Option<(u32, bool)>,
     pending: VecDeque<StoreOp>,
 }
 
@@ -197,6 +200,7 @@ impl World {
             published: Vec::new(),
             warnings: Vec::new(),
             handover: None,
+            executing: None,
             pending: VecDeque::new(),
         }
     }
@@ -285,6 +289,22 @@ impl World {
         self.feed(trip, Event::ResponseHead { facts, headers: Some(&block), end });
     }
 
+    /// The execution listener answers a detached request.
+    pub fn executed(&mut self, trip: &mut Trip, headers: &[(&str, &str)], body: &str) {
+        assert!(trip.executing.is_some(), "only what was sent is answered");
+        let block = HeaderBlock::from_pairs(headers.iter().copied());
+        let body = Some(body.as_bytes().to_vec());
+        let answer = ExecutionAnswer::Answered { headers: &block, body, has_trailers: false };
+        self.feed(trip, Event::Executed(answer));
+    }
+
+    /// The upstream answers a detached request with this status.
+    pub fn executed_with(&mut self, trip: &mut Trip, status: &str, body: &str) {
+        let headers =
+            [(":status", status), (DETAILS_HEADER, "via_upstream"), (ATTEMPTS_HEADER, "1"), ("x-made", "1")];
+        self.executed(trip, &headers, body);
+    }
+
     pub fn close(&mut self, trip: &mut Trip, details: &str, flags: u64) {
         let facts = ClosingFacts { code_details: details.as_bytes(), flags };
         self.feed(trip, Event::StreamClosed(facts));
@@ -334,6 +354,12 @@ impl Io for WorldIo<'_> {
                 world.outbox.push(hold, write, &rule, world.now, &mut |counter| {
                     *counters.entry(counter).or_default() += 1;
                 });
+            }
+            Effect::Execute { attempt, protected, .. } => {
+                assert!(
+                    trip.executing.replace((attempt, protected)).is_none(),
+                    "at most one execution a claim"
+                );
             }
             Effect::Reply(reply) => {
                 assert!(trip.reply.replace(reply).is_none(), "at most one reply a stream")
