@@ -669,7 +669,7 @@ fn malformed() -> Vec<(Value, &'static str)> {
         (plugin_with(json!({"mode": "ghost"})), "rules[0].mode: got \"ghost\""),
         (
             plugin_with(json!({"execution": "detached"})),
-            "rules[0].execution: \"detached\" is not available yet",
+            "rules[0].execute_timeout: missing here and in defaults",
         ),
         (plugin_with(json!({"max_request_body_bytes": 1e30})), "rules[0].max_request_body_bytes"),
         (plugin_with(json!({"release_statuses": [200, 503], "replay_statuses": [200]})), "rules[0].re"),

@@ -15,6 +15,8 @@ mod acceptance;
 mod bad_input;
 mod chain;
 mod contract;
+mod detached;
+mod detached_equivalence;
 mod fidelity;
 mod flood;
 mod harness;

@@ -5,6 +5,7 @@
 
 pub mod client;
 pub mod envoy;
+pub mod execution;
 pub mod merge;
 pub mod origin;
 pub mod raw_origin;
@@ -16,8 +17,13 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 
 use serde_json::{Value, json};
 
-pub use client::{Client, ClientError, H1, H2, Pending, Protocol, Request, Response, burst, send_once};
+pub use client::{
+    Client, ClientError, H1, H2, H2Stream, Pending, Protocol, Request, Response, burst, send_once,
+};
 pub use envoy::{Envoy, FilterSpec, ListenerSpec, Wasm};
+pub use execution::{
+    default_routes, execution_cluster, execution_listener, with_changed_execution, with_execution,
+};
 pub use merge::deep_merge;
 pub use origin::{Barrier, Behaviour, Origin, RefusedPort, Reply, Seen};
 pub use raw_origin::{End, RawOrigin, RawReply};
