@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use crate::client::Client;
 use crate::{Fallible, signals};
 
-const CONFIGURATION: &str = "envoy/embedded.yaml";
+const CONFIGURATION: &str = "envoy/detached.yaml";
 const MODULE: &str = "dist/idempotency.wasm";
 const USUAL_PORT: u16 = 10000;
 const USUAL_ADMIN_PORT: u16 = 9901;
@@ -53,7 +53,7 @@ impl Envoy {
         let moved = moves.iter().any(|(usual, actual)| usual != actual);
         let configuration = if moved {
             let text = fs::read_to_string(root.join(CONFIGURATION))?;
-            let copy = directory.path().join("embedded.yaml");
+            let copy = directory.path().join("envoy.yaml");
             fs::write(&copy, move_ports(text, &moves)?)?;
             copy
         } else {

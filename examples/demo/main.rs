@@ -139,6 +139,7 @@ fn invite(page: &Page, envoy: &Envoy) {
     for (path, key, body) in [
         ("/payments", "my-first", r#"{"amount":500}"#),
         ("/payments/slow?ms=5000", "my-slow", r#"{"amount":500}"#),
+        ("/detached/payments/slow?ms=5000", "my-detached", r#"{"amount":500}"#),
         ("/payments/flaky", "my-flaky", r#"{"amount":500}"#),
         ("/payments/charge-then-fail", "my-failing", r#"{"amount":500}"#),
         ("/atomic/payments", "my-atomic", r#"{"amount":500}"#),

@@ -130,12 +130,12 @@ impl State {
         let (path, query) = target.split_once('?').unwrap_or((target, ""));
         match (method, path) {
             ("GET", "/runs") => Ok(Some(self.report())),
-            ("POST", "/payments") => {
+            ("POST", "/payments" | "/detached/payments") => {
                 let (payment, _) = self.execute(request);
                 drop(self.changed.wait_timeout_while(self.books(), LONGEST_HOLD, |books| books.held));
                 Ok(Some(payment))
             }
-            ("POST", "/payments/slow") => {
+            ("POST", "/payments/slow" | "/detached/payments/slow") => {
                 let (payment, _) = self.execute(request);
                 let millis = query.strip_prefix("ms=").and_then(|millis| millis.parse().ok()).unwrap_or(1000);
                 self.linger(caller, Duration::from_millis(millis), payment)

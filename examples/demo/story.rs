@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Barrier, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::Fallible;
 use crate::client::{Answer, Call, Client};
@@ -48,7 +48,8 @@ impl<'a> Story<'a> {
         self.transient_error()?;
         self.failure_after_the_charge()?;
         self.failure_that_undid_everything()?;
-        self.client_that_hangs_up()
+        self.client_that_hangs_up()?;
+        self.client_that_hangs_up_on_a_detached_rule()
     }
 
     fn first_call_and_retry(&mut self, order: &Call) -> Fallible<Answer> {
@@ -119,6 +120,36 @@ impl<'a> Story<'a> {
         self.page.event("(the client hung up after the service had charged)");
         self.count(&slow, 1, Vec::new());
         self.play(&slow, &Expected::Refused(424, "failed", Some("client_gone")), 1)?;
+        Ok(())
+    }
+
+    fn client_that_hangs_up_on_a_detached_rule(&mut self) -> Fallible<()> {
+        self.page.chapter(
+            "The same under a rule with execution: detached: the service ends its work, the retry gets its answer",
+        );
+        let order = Call::new("/detached/payments", "order-7", "alice", r#"{"amount":700}"#);
+        self.page.request(&order, 1);
+        self.service.hold();
+        let connection = self.client.send(&order)?;
+        self.service.wait_for_run("alice", "order-7")?;
+        drop(connection);
+        self.page.event("(the client hung up after the service had charged)");
+        self.count(&order, 1, Vec::new());
+        let refused = self.play(&order, &Expected::Refused(409, "in-flight", None), 1);
+        self.service.let_go();
+        refused?;
+        let end = Instant::now() + PATIENCE;
+        let replay = loop {
+            let answer = self.client.call(&order)?;
+            if answer.refusal() != Some("in-flight") {
+                break answer;
+            }
+            if Instant::now() > end {
+                return Err("the detached execution never ended".into());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        self.play(&order, &Expected::Replayed(201, replay.message.body), 1)?;
         Ok(())
     }
 
