@@ -112,6 +112,11 @@ planted: setup build build-test-hooks ## does each planted bug turn the tests re
 story: ## the story of `make run`, once
 	@$(MAKE) run ONCE=1
 
+.PHONY: bench
+bench: setup setup-redis build ## what the filter costs, side by side; ROUNDS=3 SECONDS_EACH=3 WORKERS=1,2 CONNECTIONS=1,32,128 BODIES=200
+	@command -v wrk >/dev/null || { echo 'make: no wrk: apt-get install wrk' >&2; exit 1; }
+	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) cargo run --quiet --locked --release --example bench
+
 .PHONY: check-config
 check-config: ## check a plugin configuration: make check-config FILE.json
 	@[ -n "$$FILE" ] || { echo 'usage: make check-config FILE.json (or FILE="a path with spaces.json")' >&2; exit 2; }
