@@ -4,11 +4,13 @@
 #![allow(dead_code, unused_imports)]
 
 pub mod client;
+pub mod deployment;
 pub mod envoy;
 pub mod merge;
 pub mod origin;
 pub mod raw_origin;
 pub mod redis;
+pub mod relay;
 pub mod rng;
 pub mod wait;
 
@@ -17,11 +19,13 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use serde_json::{Value, json};
 
 pub use client::{Client, ClientError, H1, H2, Pending, Protocol, Request, Response, burst, send_once};
+pub use deployment::{Deployment, Pace, Store, ask, ask_until_decided, linked, on_redis};
 pub use envoy::{Envoy, FilterSpec, ListenerSpec, Wasm};
 pub use merge::deep_merge;
 pub use origin::{Barrier, Behaviour, Origin, RefusedPort, Reply, Seen};
 pub use raw_origin::{End, RawOrigin, RawReply};
 pub use redis::{Redis, with_changed_link, with_link};
+pub use relay::Relay;
 pub use rng::Rng;
 pub use wait::{PATIENCE, all_at_once, poll_until};
 
