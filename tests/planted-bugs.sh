@@ -114,7 +114,13 @@ bug_detached_request_goes_on() {
     must_fail detached_request_goes_on native
 }
 
-for bug in no_fencing no_fingerprint_check lease_is_record_ttl own_replies_stored detached_request_goes_on cas_none; do plant "$bug"; done
+bug_replayed_body_cut() {
+    edit src/exchange/mod.rs 'let body_at = encoded.len().saturating_sub(body.len());' \
+        'let body_at = encoded.len().saturating_sub(body.len()).saturating_add(1);'
+    must_fail replayed_body_cut native
+}
+
+for bug in no_fencing no_fingerprint_check lease_is_record_ttl own_replies_stored detached_request_goes_on cas_none replayed_body_cut; do plant "$bug"; done
 
 echo "$planted bugs planted, $((planted - survived)) caught, $survived not"
 [ "$planted" -gt 0 ] && [ "$survived" -eq 0 ]

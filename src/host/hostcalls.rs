@@ -24,6 +24,8 @@ pub enum Map {
     RequestTrailers = 1,
     /// Of the response.
     Response = 2,
+    /// The response's trailers.
+    ResponseTrailers = 3,
     /// Of a callout's answer; only while it is delivered, and only if it has any.
     CalloutResponse = 6,
 }

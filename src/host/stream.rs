@@ -17,6 +17,7 @@ use crate::metrics::Counter;
 use crate::outcome::{ClosingFacts, ResponseFacts};
 use crate::policy::{Bypass, Coverage, RouteOverride, decide_coverage, is_grpc, is_safe, is_upgrade};
 use crate::record::Owner;
+use crate::reply::replay::are_remarks;
 
 /// What a stream and its root share.
 pub struct StreamState {
@@ -307,7 +308,14 @@ impl HttpContext for Stream {
         if !self.wants(Exchange::wants_response_body) {
             return self.action(Gate::HoldResponse);
         }
-        self.feed(Event::ResponseTrailers, Gate::HoldResponse)
+        let trailers = hostcalls::header_pairs(Map::ResponseTrailers).ok();
+        let trailers = trailers.and_then(|bytes| HeaderBlock::parse(bytes).ok());
+        let event = if trailers.is_some_and(|trailers| are_remarks(&trailers)) {
+            Event::ResponseBody { chunk: &[], skipped: 0, end: true }
+        } else {
+            Event::ResponseTrailers
+        };
+        self.feed(event, Gate::HoldResponse)
     }
 
     fn on_log(&mut self) {

@@ -29,7 +29,9 @@ const DROPPED: [&[u8]; 13] = [
     b"idempotency-protection",
 ];
 
-const DROPPED_PREFIXES: [&[u8]; 3] = [b"x-envoy-", b"proxy-", b"ratelimit"];
+const ENVOYS_OWN: &[u8] = b"x-envoy-";
+
+const DROPPED_PREFIXES: [&[u8]; 3] = [ENVOYS_OWN, b"proxy-", b"ratelimit"];
 
 /// Lines that a tombstone keeps: how the client finds what was made.
 const TOMBSTONE_KEPT: [&[u8]; 2] = [b"location", b"etag"];
@@ -56,6 +58,13 @@ pub fn tombstone_headers<'a>(
 #[must_use]
 pub fn is_kept_by_tombstones(name: &[u8]) -> bool {
     TOMBSTONE_KEPT.contains(&name)
+}
+
+/// Whether these trailers say nothing about the response: Envoy's own remarks on one exchange, such as the byte counts of
+/// its decompressor. A response that ends with them is as replayable as without.
+#[must_use]
+pub fn are_remarks(trailers: &HeaderBlock) -> bool {
+    trailers.iter().all(|(name, _)| name.starts_with(ENVOYS_OWN))
 }
 
 /// Whether any kept line depends on the request's `Origin`.
@@ -121,5 +130,25 @@ pub fn replay(
         content: Vec::new(),
         body_at,
         code_details: "idempotency_replayed",
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+
+    /// F03
+    #[test]
+    fn only_envoys_own_trailers_are_remarks() {
+        let remarks =
+            |names: &[&str]| are_remarks(&HeaderBlock::from_pairs(names.iter().map(|name| (*name, "1"))));
+        assert!(remarks(&[
+            "x-envoy-decompressor-gzip-compressed-bytes",
+            "x-envoy-decompressor-gzip-uncompressed-bytes"
+        ]));
+        for names in [&["x-sum"][..], &["x-envoy-a", "x-sum"], &["grpc-status"], &["x-env"]] {
+            assert!(!remarks(names), "{names:?}");
+        }
     }
 }

@@ -4,12 +4,14 @@
 #![allow(dead_code, unused_imports)]
 
 pub mod client;
+pub mod deployment;
 pub mod envoy;
 pub mod execution;
 pub mod merge;
 pub mod origin;
 pub mod raw_origin;
 pub mod redis;
+pub mod relay;
 pub mod rng;
 pub mod wait;
 
@@ -20,6 +22,7 @@ use serde_json::{Value, json};
 pub use client::{
     Client, ClientError, H1, H2, H2Stream, Pending, Protocol, Request, Response, burst, send_once,
 };
+pub use deployment::{Deployment, Pace, Store, ask, ask_until_decided, linked, on_redis};
 pub use envoy::{Envoy, FilterSpec, ListenerSpec, Wasm};
 pub use execution::{
     default_routes, execution_cluster, execution_listener, with_changed_execution, with_execution,
@@ -28,6 +31,7 @@ pub use merge::deep_merge;
 pub use origin::{Barrier, Behaviour, Origin, RefusedPort, Reply, Seen};
 pub use raw_origin::{End, RawOrigin, RawReply};
 pub use redis::{Redis, with_changed_link, with_link};
+pub use relay::Relay;
 pub use rng::Rng;
 pub use wait::{PATIENCE, all_at_once, poll_until};
 

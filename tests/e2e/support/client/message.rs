@@ -182,6 +182,17 @@ impl Response {
     }
 }
 
+impl Response {
+    /// The status and, of a refusal, its type.
+    pub fn kind(&self) -> (u16, Option<String>) {
+        (self.status, self.problem_type())
+    }
+
+    pub fn is_replay(&self) -> bool {
+        self.header_lines("idempotent-replayed") == [b"true"]
+    }
+}
+
 /// Readable in a failed assertion: text where it is text.
 impl fmt::Debug for Response {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

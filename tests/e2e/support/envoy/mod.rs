@@ -431,6 +431,21 @@ impl Envoy {
         self.report(death);
     }
 
+    /// SIGSTOP: the process sleeps, its connections stay.
+    pub fn pause(&self) {
+        self.signal(libc::SIGSTOP);
+    }
+
+    /// SIGCONT.
+    pub fn resume(&self) {
+        self.signal(libc::SIGCONT);
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: the process is a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.pid().cast_signed(), signal) }, 0);
+    }
+
     /// SIGTERM, then waits for the end.
     pub async fn stop(&mut self) {
         let process = self.process.as_mut().expect("a running Envoy");
