@@ -390,6 +390,19 @@ impl Oracle {
         }
     }
 
+    /// Everything has settled: what ended as kept or failed is recorded so, unless its worker died.
+    pub fn recorded(&self, died: impl Fn(Owner) -> bool) -> Verdict {
+        let unrecorded = self.keys.values().find(|held| {
+            let due = self.runs.get(&held.owner).and_then(|run| run.due);
+            let is_kept = matches!(due, Some(Due::Keep | Due::Fail));
+            held.state == State::InFlight && is_kept && !died(held.owner)
+        });
+        match unrecorded {
+            Some(held) => broken(Broken::LeftWaiting, format!("an end was never recorded: {held:?}")),
+            None => Ok(()),
+        }
+    }
+
     /// A client was sent a replay.
     pub fn replayed(&self, key: u8, body: u8, status: u16, bytes: &[u8]) -> Verdict {
         let same_answer =

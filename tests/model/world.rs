@@ -251,6 +251,9 @@ pub struct Stream {
     sent_bytes: Vec<u8>,
     response_end: bool,
     asked: u32,
+    died: bool,
+    /// An operation of its may be carried out when nobody waits for it.
+    late: bool,
 }
 
 struct NoAttributes;
@@ -508,6 +511,8 @@ impl World {
             sent_bytes: Vec::new(),
             response_end: false,
             asked: 0,
+            died: false,
+            late: false,
         };
         self.streams.insert(id, stream);
         let key = format!("k{key}");
@@ -845,7 +850,9 @@ impl World {
     fn give_up(&mut self, id: OpId) -> Verdict {
         let Some(op) = self.ops.get_mut(&id) else { return Ok(()) };
         let Some(asker) = op.asker.take() else { return Ok(()) };
+        let owner = owner_of(&op.asked);
         let (worker, unavailable, was_carried_out) = (op.worker, op.asked.unavailable(), op.answer.is_some());
+        self.note_late(owner, !was_carried_out);
         if was_carried_out {
             self.ops.remove(&id);
             self.count("a reply is lost");
@@ -874,6 +881,7 @@ impl World {
         if self.copies.insert((stream, nth), ()).is_none() {
             self.ops.insert(OpId::CopyOf(stream, nth), copy);
             self.count("an operation was sent twice");
+            self.stream(stream).late = true;
         }
     }
 
@@ -925,6 +933,7 @@ impl World {
                 ended.push(*id);
             }
             stream.open = false;
+            stream.died = true;
             // A stream whose VM is gone is nobody's.
             stream.passes = vec![Exchange::bypassed(Rc::clone(&self.nodes[worker].worker))];
             stream.gate = Gate::Pass;
@@ -934,7 +943,10 @@ impl World {
 
     fn orphan(&mut self, worker: usize) {
         self.ops.retain(|_, op| op.worker != worker || op.answer.is_none());
+        let late: Vec<Owner> =
+            self.ops.values().filter(|op| op.worker == worker).map(|op| owner_of(&op.asked)).collect();
         self.ops.values_mut().filter(|op| op.worker == worker).for_each(|op| op.asker = None);
+        late.into_iter().for_each(|owner| self.note_late(owner, true));
     }
 
     /// A listener update: the root goes once its streams are gone.
@@ -954,6 +966,10 @@ impl World {
         if let Some(bytes) = node.outbox.spill(1 << 20, now, &mut |_| {}) {
             self.nodes[heir].outbox.adopt(&bytes, heirs_now, &mut |_| {});
             self.count("an outbox was taken over");
+            self.streams
+                .values_mut()
+                .filter(|stream| stream.worker == worker)
+                .for_each(|stream| stream.worker = heir);
         }
         Ok(())
     }
@@ -974,6 +990,13 @@ impl World {
         {
             return broken(Broken::LeftWaiting, format!("the exchange of stream {id} waits for nothing"));
         }
+        let streams = &self.streams;
+        // A late copy of a renewal, or of a claim, may bring a record back.
+        let is_excused = |owner| {
+            let stream = streams.values().find(|stream| stream.owner == owner);
+            stream.is_none_or(|stream| stream.died || stream.late)
+        };
+        self.oracles.all(|oracle| oracle.recorded(is_excused))?;
         for (worker, node) in self.nodes.iter().enumerate() {
             if !node.outbox.is_empty() {
                 return broken(Broken::LeftWaiting, format!("the outbox of worker {worker} is not empty"));
@@ -1045,6 +1068,13 @@ impl World {
 
     fn store_clock(&self) -> Timestamp {
         Timestamp::from_millis(self.now.saturating_add_signed(self.store_offset))
+    }
+
+    fn note_late(&mut self, owner: Owner, late: bool) {
+        self.streams
+            .values_mut()
+            .filter(|stream| stream.owner == owner)
+            .for_each(|stream| stream.late |= late);
     }
 
     fn count(&mut self, what: &'static str) {
@@ -1135,12 +1165,16 @@ fn write_answer(answer: StoreAnswer) -> Result<WriteReply, StoreError> {
     }
 }
 
-/// The key of an operation, by the owner that asks.
-fn key_of(asked: &Asked, streams: &BTreeMap<u32, Stream>, _settings: &Settings) -> u8 {
-    let owner = match asked {
+fn owner_of(asked: &Asked) -> Owner {
+    match asked {
         Asked::Claim(claim) => claim.terms.owner,
         Asked::Renew(Hold { owner, .. }, _) | Asked::End(Hold { owner, .. }, _) => *owner,
-    };
+    }
+}
+
+/// The key of an operation, by the owner that asks.
+fn key_of(asked: &Asked, streams: &BTreeMap<u32, Stream>, _settings: &Settings) -> u8 {
+    let owner = owner_of(asked);
     let [a, b, c, d, ..] = *owner.bytes();
     streams[&(u32::from_be_bytes([a, b, c, d]) - 1)].key
 }
