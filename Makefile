@@ -92,6 +92,11 @@ unit: setup-redis ## every native test: unit, configuration, scenarios, store co
 	cargo test --locked --lib $(addprefix --test ,$(NATIVE_TESTS))
 	cargo test --locked --doc
 
+.PHONY: model
+model: ## the random model with a larger budget; RUNS=… (50000), STEPS=… (160), SEED=… (the time)
+	MODEL_RUNS=$(or $(RUNS),50000) MODEL_STEPS=$(or $(STEPS),160) MODEL_SEED=$(or $(SEED),$$(date +%s)) \
+	    cargo test --locked --test model random -- --nocapture
+
 .PHONY: validate
 validate: setup build ## does Envoy accept the configurations in envoy/?
 	@envoy=$$(scripts/install-envoy.sh); \

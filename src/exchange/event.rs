@@ -69,7 +69,7 @@ pub enum Event<'a> {
 }
 
 /// A store's answer to the operation an exchange had out.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum StoreAnswer {
     /// To a claim.
     Claim(Result<ClaimReply, StoreError>),

@@ -503,6 +503,8 @@ impl Exchange {
         }
         let Handover { mut held, request_origin, started, protected } = handover;
         held.ran_before = Some(Reason::Redirected);
+        // A renewal that is out answers the pass that asked for it.
+        held.renewing = false;
         effects.push(Effect::Count(Counter::HandedOver));
         effects.push(Effect::OfferHandover(held.hold.owner));
         State::Forwarded(Box::new(Forwarded { held, request_origin, started, protected }))

@@ -117,7 +117,7 @@ impl Reason {
 }
 
 /// A record: `R` is how the store at hand refers to a kept response.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Record<R> {
     /// What the key was used for.
     pub fingerprint: Fingerprint,
@@ -134,7 +134,7 @@ pub struct Record<R> {
 }
 
 /// What is known of the execution.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum RecordState<R> {
     /// It runs, or its worker died.
     InFlight {

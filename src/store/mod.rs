@@ -88,7 +88,7 @@ impl Write {
 }
 
 /// What a claim comes to.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum ClaimReply {
     /// The claim holds: execute.
     Claimed {
@@ -126,7 +126,7 @@ pub enum ClaimReply {
 }
 
 /// What a fenced operation comes to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WriteReply {
     /// The store is as the operation wants it.
     Applied,
@@ -137,7 +137,7 @@ pub enum WriteReply {
 }
 
 /// Why a store gave no answer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum StoreError {
     /// No room for a new record. Never let through.
     Full,

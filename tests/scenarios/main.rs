@@ -620,6 +620,28 @@ fn what_the_last_pass_did_not_do_does_not_give_the_first_back() {
 }
 
 #[test]
+fn a_redirect_while_a_renewal_is_out_leaves_nobody_waiting() {
+    let mut world = world();
+    let mut first = world.post("b");
+    world.deferred = true;
+    world.pass(SECOND * 21);
+    world.feed(&mut first, Event::Ticked);
+    world.close(&mut first, "internal_redirect", 0);
+    let handover = first.handover.take().expect("handed over");
+    world.answer(&mut first);
+    let mut second = world.trip();
+    world.feed(&mut second, Event::Adopted(handover));
+    second.forwarded = true;
+    world.respond(&mut second, 200, &[], "redirected");
+    assert_eq!(second.gate, Gate::HoldResponse);
+    world.answer(&mut second);
+    assert_eq!(second.gate, Gate::Pass);
+    world.deferred = false;
+    assert!(world.post("b").replayed(200, "redirected"));
+    assert_eq!(world.count(Counter::Executed), 1);
+}
+
+#[test]
 fn envoys_own_reply_while_the_body_arrives_claims_nothing() {
     let mut world = world();
     let mut trip = world.head(&[("idempotency-key", "k"), ("x-account-id", "alice")], false);

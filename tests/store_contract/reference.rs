@@ -1,7 +1,6 @@
 //! The contract in its plainest form: a map, and the rules of `record` applied to it.
 
 use std::collections::BTreeMap;
-use std::rc::Rc;
 
 use idempotency::clock::Timestamp;
 use idempotency::key::StoreKey;
@@ -11,8 +10,8 @@ use idempotency::record::{
 use idempotency::store::{Claim, ClaimReply, Hold, Store, StoreError, Write, WriteReply};
 
 /// A store without bounds.
-#[derive(Default)]
-pub struct ReferenceStore(BTreeMap<StoreKey, Record<Rc<[u8]>>>);
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct ReferenceStore(pub BTreeMap<StoreKey, Record<Vec<u8>>>);
 
 impl Store for ReferenceStore {
     fn claim(&mut self, claim: &Claim, now: Timestamp) -> Result<ClaimReply, StoreError> {
@@ -35,7 +34,7 @@ impl Store for ReferenceStore {
             ClaimDecision::Failed { reason } => ClaimReply::Failed { fingerprint, reason },
             ClaimDecision::Completed => {
                 let RecordState::Completed { response } = &record.state else { panic!("{record:?}") };
-                ClaimReply::Completed { fingerprint, response: response.to_vec() }
+                ClaimReply::Completed { fingerprint, response: response.clone() }
             }
         })
     }
@@ -61,7 +60,7 @@ impl Store for ReferenceStore {
                 now.after(*record_ttl).max(now.after(*lock_ttl)),
             ),
             Write::Complete { response, record_ttl } => {
-                (RecordState::Completed { response: Rc::clone(response) }, now.after(*record_ttl))
+                (RecordState::Completed { response: response.to_vec() }, now.after(*record_ttl))
             }
             Write::Fail { reason, failed_ttl } => {
                 (RecordState::Failed { reason: *reason }, now.after(*failed_ttl))
