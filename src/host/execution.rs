@@ -9,6 +9,7 @@ use super::hostcalls::{self, Buffer, Map};
 use super::stream::StreamState;
 use crate::exchange::{ExecutionAnswer, NotDispatched, execution_lines};
 use crate::headers::HeaderBlock;
+use crate::reply::replay::are_remarks;
 
 /// The detached executions of one worker.
 #[derive(Default)]
@@ -135,10 +136,14 @@ pub fn answer_head(lines: usize) -> Option<HeaderBlock> {
 pub fn answer(
     headers: Option<&HeaderBlock>,
     body_size: usize,
-    has_trailers: bool,
+    trailers: usize,
     has_room: bool,
 ) -> ExecutionAnswer<'_> {
     let Some(headers) = headers else { return ExecutionAnswer::Unanswered };
+    let has_trailers = trailers > 0 && {
+        let lines = hostcalls::header_pairs(Map::CalloutResponseTrailers).ok();
+        !lines.and_then(|lines| HeaderBlock::parse(lines).ok()).is_some_and(|lines| are_remarks(&lines))
+    };
     let body = if body_size == 0 {
         Some(Vec::new())
     } else if has_room {

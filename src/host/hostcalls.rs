@@ -28,6 +28,8 @@ pub enum Map {
     ResponseTrailers = 3,
     /// Of a callout's answer; only while it is delivered, and only if it has any.
     CalloutResponse = 6,
+    /// The trailers of a callout's answer, under the same conditions.
+    CalloutResponseTrailers = 7,
 }
 
 /// Which buffer.

@@ -252,7 +252,7 @@ impl Shared {
         let has_room = stream
             .try_borrow_mut()
             .is_ok_and(|mut stream| stream.make_room(u64::try_from(body_size).unwrap_or(u64::MAX)));
-        let answer = execution::answer(headers.as_ref(), body_size, trailers > 0, has_room);
+        let answer = execution::answer(headers.as_ref(), body_size, trailers, has_room);
         self.end_execution(&stream, answer, now);
         self.show_detached();
         true
