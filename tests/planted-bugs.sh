@@ -108,7 +108,14 @@ bug_cas_none() {
     must_fail cas_none through_envoy contract::
 }
 
-for bug in no_fencing no_fingerprint_check lease_is_record_ttl own_replies_stored cas_none; do plant "$bug"; done
+# Only a client that leaves at the wrong moment shows it.
+bug_client_gone_frees_the_key() {
+    edit src/outcome.rs 'OnFailure::Retain =>' 'OnFailure::Retain if reason != Reason::ClientGone =>'
+    edit src/outcome.rs 'OnFailure::Release => ClaimEnd' 'OnFailure::Retain | OnFailure::Release => ClaimEnd'
+    must_fail client_gone_frees_the_key through_envoy chaos::storm
+}
+
+for bug in no_fencing no_fingerprint_check lease_is_record_ttl own_replies_stored cas_none client_gone_frees_the_key; do plant "$bug"; done
 
 echo "$planted bugs planted, $((planted - survived)) caught, $survived not"
 [ "$planted" -gt 0 ] && [ "$survived" -eq 0 ]
