@@ -73,7 +73,7 @@ async fn survive(store: Store) -> Summary {
         assert!(summary.tries.get(name).is_some_and(|count| *count > 0), "no try of the kind {name:?}");
     }
     for name in ["replayed", "first answers", "409 in-flight", "422 mismatch", "424 failed"] {
-        assert!(summary.answer(name) > 5, "too few answers of the kind {name:?}");
+        assert!(summary.answer(name) > 0, "no answer of the kind {name:?}");
     }
     assert!(summary.executions > 150, "{} runs are no load", summary.executions);
     for name in [

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | released | the run before gave a status that means "not processed" |
 //! | unknown | the run before failed in any way, under a rule that releases failures |
-//! | taken over | its worker trapped, its Envoy was killed, or Redis was away for a good part of a lease; the lease is over; the upstream was told the attempt; and no client had seen the whole answer while the store was up |
+//! | taken over | its worker trapped (as far as can be told) or its Envoy was killed, or Redis was away for a good part of a lease; the lease is over; the upstream was told the attempt; and no client had seen the whole answer while the store was up |
 //! | taken over untold | the same, but another try that was never forwarded took over first and gave its claim back, and with it the attempt (decision 4) |
 //! | forgotten | embedded store only: its Envoy process ended |
 //!
@@ -74,6 +74,8 @@ pub struct Verdict {
 
 /// What a process may gain after its warm-up, beside what its store holds.
 const RSS_SLACK: u64 = 64 << 20;
+/// The default bound of what is kept of Redis in an Envoy.
+const NEAR_CACHE: u64 = 32 << 20;
 /// How long the filter waits for Redis before it lets a response's end go unwritten, and the noise of a busy machine.
 const UNWRITTEN: Millis = 2500;
 
@@ -101,7 +103,11 @@ impl Verdict {
 }
 
 fn rest_is_quiet(rest: &Rest, verdict: &mut Verdict) {
-    // A VM that trapped takes what it counted with it, so its process proves nothing here; the wedge check does.
+    // What VMs that trapped had counted stays, but nothing is added to it once they trap no more.
+    if rest.traps > 0 && rest.in_flight > rest.in_flight_before {
+        let what = format!("Envoy {}: in_flight {} -> {}", rest.envoy, rest.in_flight_before, rest.in_flight);
+        verdict.find(Kind::Metric, what);
+    }
     if rest.traps == 0 && (rest.in_flight, rest.outbox) != (0, 0) {
         let what = format!("Envoy {}: in_flight {}, outbox {}", rest.envoy, rest.in_flight, rest.outbox);
         verdict.find(Kind::Metric, what);
@@ -116,6 +122,10 @@ fn memory_is_bounded(history: &History, life: &Life, verdict: &mut Verdict) {
     let runs = history.keys.values().flat_map(|key| &key.executions).filter(during);
     // A record's body, its entry, and the host's own copy of both.
     let records: u64 = runs.map(|run| 2 * (run.length.min(history.largest_kept) as u64 + 256)).sum();
+    let records = match history.store {
+        Store::SharedData => records,
+        Store::Redis => records.min(NEAR_CACHE),
+    };
     let grown = life.rss_end.saturating_sub(life.rss_begin);
     if grown > RSS_SLACK + records {
         let what = format!(
@@ -239,10 +249,11 @@ impl KeyAudit<'_> {
         if !told && !given_back {
             return None;
         }
-        let died =
-            self.history.faults.iter().any(|it| {
-                kills(it.fault) == Some(own.envoy) && it.until >= own.sent && it.from <= next.start
-            });
+        // An answer that came after the fault shows that it struck another worker.
+        let died = self.history.faults.iter().any(|it| {
+            let in_time = it.until >= own.sent && it.from <= next.start;
+            kills(it.fault) == Some(own.envoy) && in_time && heard.is_none_or(|at| at <= it.until)
+        });
         let away = self.redis_away(own.sent, next.start) >= self.history.lock_ttl / 3;
         (died || away).then_some(if told { Licence::TakenOver } else { Licence::Untold })
     }

@@ -90,17 +90,14 @@ impl Crowd {
         rng: &mut Rng,
         connections: &mut Connections,
     ) {
-        let begun = Instant::now();
         let mut beside = Vec::new();
-        if rng.one_in(4) {
+        if rng.one_in(3) {
             for _ in 0..=rng.below(3) {
-                let shape = self.shape(rng);
-                beside.push(self.spawn(key, rule, shape));
+                beside.push(self.spawn(key, rule, 0, Rng::new(rng.next())));
             }
         }
         if rng.one_in(10) {
-            let shape = Shape { variant: 1, ..self.shape(rng) };
-            beside.push(self.spawn(key, rule, shape));
+            beside.push(self.spawn(key, rule, 1, Rng::new(rng.next())));
         }
         if rng.one_in(5) {
             let leaves = match rng.below(3) {
@@ -111,15 +108,7 @@ impl Crowd {
             let shape = Shape { leaves, ..self.shape(rng) };
             self.attempt(key, rule, shape, None).await;
         }
-        loop {
-            let shape = self.shape(rng);
-            let got = self.attempt(key, rule, shape, Some(connections)).await;
-            if is_final(&got) || begun.elapsed() > OPERATION || self.stop.load(Ordering::Relaxed) {
-                break;
-            }
-            // The client's own back-off.
-            tokio::time::sleep(Duration::from_millis(20 + rng.below(200) as u64)).await;
-        }
+        self.until_final(key, rule, 0, rng, connections).await;
         for variant in [0, 1] {
             if rng.one_in(3) {
                 let shape = Shape { variant, ..self.shape(rng) };
@@ -140,9 +129,39 @@ impl Crowd {
         }
     }
 
-    fn spawn(self: &Arc<Self>, key: &str, rule: Rule, shape: Shape) -> tokio::task::JoinHandle<()> {
+    /// Another client with the same key, which retries like the first: past the lease of a slow run, too.
+    fn spawn(
+        self: &Arc<Self>,
+        key: &str,
+        rule: Rule,
+        variant: u8,
+        mut rng: Rng,
+    ) -> tokio::task::JoinHandle<()> {
         let (crowd, key) = (Arc::clone(self), key.to_owned());
-        tokio::spawn(async move { drop(crowd.attempt(&key, rule, shape, None).await) })
+        tokio::spawn(async move {
+            let mut connections = Connections::default();
+            crowd.until_final(&key, rule, variant, &mut rng, &mut connections).await;
+        })
+    }
+
+    async fn until_final(
+        &self,
+        key: &str,
+        rule: Rule,
+        variant: u8,
+        rng: &mut Rng,
+        connections: &mut Connections,
+    ) {
+        let begun = Instant::now();
+        loop {
+            let shape = Shape { variant, ..self.shape(rng) };
+            let got = self.attempt(key, rule, shape, Some(&mut *connections)).await;
+            if is_final(&got) || begun.elapsed() > OPERATION || self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            // The client's own back-off.
+            tokio::time::sleep(Duration::from_millis(20 + rng.below(200) as u64)).await;
+        }
     }
 
     /// One request without a body that traps the VM which claims for it.

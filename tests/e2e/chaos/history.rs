@@ -214,6 +214,8 @@ pub struct Rest {
     pub traps: usize,
     pub in_flight: u64,
     pub outbox: u64,
+    /// `in_flight` when the storm ended, before every key was asked again.
+    pub in_flight_before: u64,
     /// Counters that only a bug moves.
     pub anomalies: BTreeMap<String, u64>,
 }

@@ -134,6 +134,11 @@ fn audit_finds_a_run_without_a_licence() {
         key(it).tries[0].got = made(1, false);
         key(it).tries[0].ended = 1009;
     });
+    spoiled("another worker's VM trapped", takeover(), Kind::RanTwice, |it| {
+        it.faults[0].fault = Fault::TrapAtRequest(0);
+        key(it).executions[0].answered = Some(4000);
+        key(it).tries[0] = Try { ended: 4010, ..try_of(1, 1000, made(1, false)) };
+    });
     let mut forgotten = taken_over(Store::SharedData, Rule::Retain);
     key(&mut forgotten).executions[1].attempt = 1;
     spoiled("the embedded store's process lived on", forgotten, Kind::RanTwice, |it| it.faults.clear());
@@ -244,6 +249,9 @@ fn audit_finds_what_is_left_behind() {
     let quiet = Rest::default();
     spoiled("a claim in the gauge", healthy(), Kind::Metric, |it| {
         it.rests.push(Rest { in_flight: 1, ..quiet.clone() });
+    });
+    spoiled("a claim more than a VM that trapped had", healthy(), Kind::Metric, |it| {
+        it.rests.push(Rest { traps: 1, in_flight: 8, in_flight_before: 7, ..quiet.clone() });
     });
     spoiled("a write in the outbox", healthy(), Kind::Metric, |it| {
         it.rests.push(Rest { outbox: 1, ..quiet.clone() });

@@ -197,7 +197,7 @@ impl Storm {
             if early {
                 acts.push(Act::Kill(0));
             }
-            let longer = LOCK_TTL.mul_f64(0.5 + self.rng.below(100) as f64 / 100.0);
+            let longer = LOCK_TTL.mul_f64(0.8 + self.rng.below(80) as f64 / 100.0);
             acts.extend([Act::Pause(Duration::from_millis(300)), Act::Pause(longer), Act::Restart]);
         }
         acts
@@ -258,11 +258,13 @@ impl Storm {
     fn pause(&mut self) -> Millis {
         let from = self.ledger.clock.now();
         self.redis.as_ref().expect("a Redis").pause();
+        self.upstream.redis_away.send_replace(true);
         from
     }
 
     fn resume(&mut self, from: Millis) {
         self.redis.as_ref().expect("a Redis").resume();
+        self.upstream.redis_away.send_replace(false);
         self.ledger.happened(Fault::RedisPaused, from);
     }
 
@@ -314,6 +316,10 @@ impl Storm {
         for at in 0..self.envoys.len() {
             self.end_life(at);
         }
+        let mut in_flight = Vec::new();
+        for running in &self.envoys {
+            in_flight.push(running.envoy.metric("in_flight").await);
+        }
         let keys: Vec<(String, Rule, u8)> = {
             let keys = self.ledger.keys();
             let asked = |(key, it): (&String, &super::history::KeyHistory)| {
@@ -337,8 +343,8 @@ impl Storm {
             probe.await.expect("a probe");
         }
         let mut rests = Vec::new();
-        for at in 0..self.envoys.len() {
-            rests.push(self.rest(at).await);
+        for (at, in_flight_before) in in_flight.into_iter().enumerate() {
+            rests.push(self.rest(at, in_flight_before).await);
         }
         for (at, running) in self.envoys.iter().enumerate() {
             let log = running.envoy.log_text();
@@ -363,19 +369,20 @@ impl Storm {
     }
 
     /// What an Envoy says of itself once it has nothing to do any more, or after the time it has for that.
-    async fn rest(&self, at: usize) -> Rest {
+    async fn rest(&self, at: usize, in_flight_before: u64) -> Rest {
         let running = &self.envoys[at];
         let deadline = Instant::now() + LOCK_TTL + WEDGE_SLACK;
         loop {
             let metric = async |name: &str| running.envoy.metric(name).await;
             let (in_flight, outbox) = (metric("in_flight").await, metric("outbox").await);
             let traps = traps_of(&running.envoy) - running.traps_before;
-            if (in_flight, outbox) == (0, 0) || traps > 0 || Instant::now() > deadline {
+            let at_rest = if traps == 0 { in_flight + outbox == 0 } else { in_flight <= in_flight_before };
+            if at_rest || Instant::now() > deadline {
                 let mut anomalies = BTreeMap::new();
                 for name in ["unexpected_events", "host_errors", "outbox_dropped", "store_full"] {
                     anomalies.insert(name.to_owned(), metric(name).await);
                 }
-                return Rest { envoy: at, traps, in_flight, outbox, anomalies };
+                return Rest { envoy: at, traps, in_flight, outbox, anomalies, in_flight_before };
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
@@ -403,7 +410,7 @@ fn answers(got: &Got) -> bool {
 }
 
 /// What Envoy writes when a VM traps.
-const TRAPPED: &str = "Function: proxy_on_";
+const TRAPPED: &str = "Function: ";
 
 fn traps_of(envoy: &Envoy) -> usize {
     envoy.log_text().matches("test fault: trap").count()

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use tokio::sync::watch;
+
 use super::clients::{ENVOY_HEADER, TRY_HEADER, VARIANTS, request_body};
 use super::history::{Execution, Fault, made_body, mark};
 use super::ledger::Ledger;
@@ -19,6 +21,8 @@ pub struct Upstream {
     ledger: Arc<Ledger>,
     /// So many of the next whole answers trap the VM that they come to.
     pub armed: AtomicUsize,
+    /// Some runs then last longer than that, so that their leases are lost while they are alive.
+    pub redis_away: watch::Sender<bool>,
     /// The storm is over: every run is answered at once and well.
     pub calm: AtomicBool,
 }
@@ -28,6 +32,8 @@ struct Plan {
     length: usize,
     delay: Duration,
     end: PlannedEnd,
+    /// If Redis is away when the run ends, it ends so long after Redis is back.
+    outlasts_redis: Option<Duration>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -40,7 +46,13 @@ enum PlannedEnd {
 
 impl Upstream {
     pub fn new(seed: u64, ledger: Arc<Ledger>) -> Arc<Upstream> {
-        Arc::new(Upstream { seed, ledger, armed: AtomicUsize::new(0), calm: AtomicBool::new(false) })
+        Arc::new(Upstream {
+            seed,
+            ledger,
+            armed: AtomicUsize::new(0),
+            redis_away: watch::Sender::new(false),
+            calm: AtomicBool::new(false),
+        })
     }
 
     pub fn behaviour(self: &Arc<Self>) -> Behaviour {
@@ -68,6 +80,10 @@ impl Upstream {
         self.ledger.ran(&key, run);
         // The upstream works; if Envoy cancels it, this ends here.
         tokio::time::sleep(plan.delay).await;
+        if let Some(longer) = plan.outlasts_redis.filter(|_| *self.redis_away.borrow()) {
+            let _ = self.redis_away.subscribe().wait_for(|away| !*away).await;
+            tokio::time::sleep(longer).await;
+        }
         self.ledger.answered(&key, nth);
         let mark = mark(&key, nth, variant);
         let body = made_body(&mark, plan.length);
@@ -100,17 +116,20 @@ impl Upstream {
 
     fn plan(&self, key: &str, nth: usize) -> Plan {
         let mut rng = Rng::new(mix(self.seed, &format!("{key}#{nth}")));
-        let mut plan = Plan { status: 200, length: 200, delay: Duration::ZERO, end: PlannedEnd::Whole };
+        let (delay, end) = (Duration::ZERO, PlannedEnd::Whole);
+        let mut plan = Plan { status: 200, length: 200, delay, end, outlasts_redis: None };
         if self.calm.load(Ordering::Relaxed) {
             return plan;
         }
-        let millis = match rng.below(60) {
+        let millis = match rng.below(30) {
             // Longer than a lease.
             0 => 4000,
-            1..10 => 200 + rng.below(600),
+            1..5 => 200 + rng.below(600),
             _ => rng.below(40),
         };
         plan.delay = Duration::from_millis(millis as u64);
+        let longer = Duration::from_millis(rng.below(1500) as u64);
+        plan.outlasts_redis = rng.one_in(2).then_some(longer);
         plan.length = rng.pick(&[100, 200, 400, 3000, 20_000]);
         // From the third run on all is well, so that every key ends.
         let luck = if nth < 3 { rng.below(100) } else { 0 };
