@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use super::audit::{Kind, Licence, Verdict};
-use super::history::{Answer, Body, Fault, Got, History};
+use super::history::{Answer, Body, Execution, Fault, Got, History};
 
 /// Counts by name, in the order of the names.
 pub type Counts = BTreeMap<&'static str, usize>;
@@ -17,6 +17,8 @@ pub struct Summary {
     pub keys: usize,
     pub executions: usize,
     pub attempts_beyond_first: usize,
+    /// Runs that began while the run before was still going on.
+    pub overlapping: usize,
 }
 
 impl Summary {
@@ -36,6 +38,8 @@ impl Summary {
         for key in history.keys.values() {
             summary.executions += key.executions.len();
             summary.attempts_beyond_first += key.executions.iter().filter(|run| run.attempt > 1).count();
+            let overlaps = |pair: &&[Execution]| pair[0].answered.is_some_and(|at| at > pair[1].start);
+            summary.overlapping += key.executions.windows(2).filter(overlaps).count();
             for one in &key.tries {
                 let name = match &one.got {
                     Got::Whole(answer) => {
@@ -101,6 +105,7 @@ pub fn table(title: &str, history: &History, summary: &Summary, verdict: &Verdic
         &mut [
             ("runs".to_owned(), summary.executions.to_string()),
             ("runs told an attempt beyond the first".to_owned(), summary.attempts_beyond_first.to_string()),
+            ("runs beside one that was still alive".to_owned(), summary.overlapping.to_string()),
         ]
         .into_iter(),
     );
