@@ -206,13 +206,22 @@ impl KeyAudit<'_> {
     }
 
     fn needs_a_licence(&mut self, before: &Execution, next: &Execution) {
-        match self.licence(before, next) {
+        // A run whose client had left before it began was on its way meanwhile: it may be the earlier one.
+        let late = self.left_at(next).filter(|at| *at < next.start);
+        let swapped = || self.licence(&Execution { start: late?, ..next.clone() }, before);
+        match self.licence(before, next).or_else(swapped) {
             Some(licence) => *self.verdict.licences.entry(licence).or_default() += 1,
             None => {
                 let what = format!("run {} after run {} has no licence", next.nth, before.nth);
                 self.find(Kind::RanTwice, what);
             }
         }
+    }
+
+    /// When the client of the run left, if it did.
+    fn left_at(&self, run: &Execution) -> Option<Millis> {
+        let own = self.key.tries.iter().find(|one| one.id == run.by)?;
+        matches!(own.got, Got::HungUp | Got::Lost).then_some(own.ended)
     }
 
     fn licence(&self, before: &Execution, next: &Execution) -> Option<Licence> {
@@ -349,7 +358,8 @@ impl KeyAudit<'_> {
         let ends: Vec<(&Try, End)> = key.tries.iter().filter_map(|one| Some((one, end_of(one)?))).collect();
         for (at, (first, end)) in ends.iter().enumerate() {
             for run in key.executions.iter().filter(|run| run.start > first.ended) {
-                if !self.forgot(first.sent, run.start) {
+                let on_its_way = self.left_at(run).is_some_and(|at| at <= first.ended);
+                if !on_its_way && !self.forgot(first.sent, run.start) {
                     self.find(Kind::RanAfterItsEnd, format!("run {} after {end:?}", run.nth));
                 }
             }

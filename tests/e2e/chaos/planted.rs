@@ -110,6 +110,16 @@ fn audit_finds_nothing_in_histories_that_the_guarantees_allow() {
     assert_eq!(licences(&released), [(Licence::Released, 1)]);
 }
 
+/// A busy machine: the upstream sees the request after others were told that its client had left.
+#[test]
+fn audit_allows_a_run_that_was_on_its_way_when_its_client_left() {
+    let gone = refused(424, "failed", Some("client_gone"));
+    let tries = vec![try_of(1, 1000, Got::HungUp), try_of(2, 1030, gone)];
+    let late = Execution { answered: None, ..run(1, 1, 1060) };
+    let verdict = audit(&history(Store::Redis, Rule::Retain, vec![late], tries));
+    assert!(verdict.findings.is_empty(), "{:?}", verdict.findings);
+}
+
 #[test]
 fn audit_finds_a_run_without_a_licence() {
     spoiled("nothing was broken", healthy(), Kind::RanTwice, |it| {
