@@ -33,7 +33,7 @@ help: ## list the targets (default)
 	@echo
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@echo
-	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), FILE=… (check-config).'
+	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), MINUTES=… SEED=… (chaos), FILE=… (check-config).'
 
 .PHONY: setup
 setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .tools/
@@ -108,6 +108,11 @@ validate: setup build ## does Envoy accept the configurations in envoy/?
 .PHONY: e2e
 e2e: setup setup-redis build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --test e2e -- $(ARGS)
+
+.PHONY: chaos
+chaos: setup setup-redis build build-test-hooks ## break real processes under load for MINUTES (10), audit, print a table; SEED=… repeats a run's choices
+	ENVOY_PATH=$$(scripts/install-envoy.sh) CHAOS_MINUTES=$(or $(MINUTES),10) CHAOS_SEED=$(SEED) \
+	    cargo test --locked --test e2e chaos::storm -- --nocapture --test-threads 1
 
 .PHONY: planted
 planted: setup build build-test-hooks ## does each planted bug turn the tests red?

@@ -120,7 +120,15 @@ bug_replayed_body_cut() {
     must_fail replayed_body_cut native
 }
 
-for bug in no_fencing no_fingerprint_check lease_is_record_ttl own_replies_stored detached_request_goes_on cas_none replayed_body_cut; do plant "$bug"; done
+# Only a client that leaves at the wrong moment shows it.
+bug_client_gone_frees_the_key() {
+    edit src/outcome.rs 'OnFailure::Retain =>' 'OnFailure::Retain if reason != Reason::ClientGone =>'
+    edit src/outcome.rs 'OnFailure::Release => ClaimEnd' 'OnFailure::Retain | OnFailure::Release => ClaimEnd'
+    must_fail client_gone_frees_the_key through_envoy chaos::storm
+}
+
+for bug in no_fencing no_fingerprint_check lease_is_record_ttl own_replies_stored detached_request_goes_on \
+    replayed_body_cut cas_none client_gone_frees_the_key; do plant "$bug"; done
 
 echo "$planted bugs planted, $((planted - survived)) caught, $survived not"
 [ "$planted" -gt 0 ] && [ "$survived" -eq 0 ]

@@ -14,6 +14,7 @@ mod support;
 mod acceptance;
 mod bad_input;
 mod chain;
+mod chaos;
 mod contract;
 mod detached;
 mod detached_equivalence;

@@ -41,6 +41,7 @@ impl Io for Taking<'_> {
         let taken = &mut self.taken;
         match effect {
             Effect::Store(op) => panic!("drive asks for {op:?}"),
+            Effect::Execute { .. } => panic!("no rule of the models is detached"),
             Effect::Outbox { hold, write, rule } => taken.outbox.push((hold, write, rule)),
             Effect::Reply(reply) => taken.replied_twice |= taken.reply.replace(reply).is_some(),
             Effect::SetRequestHeader(name, value) => taken.request_headers.push((name, value)),

@@ -1,7 +1,6 @@
 //! Owns the recording upstream: HTTP/1.1 and h2c on one port, every request recorded before it is answered.
 
 use std::collections::{HashMap, VecDeque};
-use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -58,26 +57,34 @@ impl Seen {
 
 /// What was seen, shared by the servers that record it.
 #[derive(Clone, Default)]
-pub struct Recorder(Arc<Mutex<Vec<Seen>>>);
+pub struct Recorder(Arc<Mutex<Recorded>>);
+
+#[derive(Default)]
+struct Recorded {
+    requests: Vec<Seen>,
+    /// By key and path: long runs must not search all requests for each.
+    executions: HashMap<(Option<Vec<u8>>, String), usize>,
+}
 
 impl Recorder {
     /// Adds a request; returns which execution of its key and path this is, from 1.
     pub fn record(&self, seen: &mut Seen) -> usize {
-        let mut all = self.0.lock().unwrap();
-        seen.seq = all.len() as u64;
-        all.push(seen.clone());
-        all.iter()
-            .filter(|other| other.complete && other.key() == seen.key() && other.path == seen.path)
-            .count()
+        let mut recorded = self.0.lock().unwrap();
+        seen.seq = recorded.requests.len() as u64;
+        recorded.requests.push(seen.clone());
+        let count =
+            recorded.executions.entry((seen.key().map(<[u8]>::to_vec), seen.path.clone())).or_default();
+        *count += usize::from(seen.complete);
+        *count
     }
 
     /// Every request, broken-off ones included.
     pub fn requests(&self) -> Vec<Seen> {
-        self.0.lock().unwrap().clone()
+        self.0.lock().unwrap().requests.clone()
     }
 
     pub fn executions(&self, which: impl Fn(&Seen) -> bool) -> usize {
-        self.0.lock().unwrap().iter().filter(|seen| seen.complete && which(seen)).count()
+        self.0.lock().unwrap().requests.iter().filter(|seen| seen.complete && which(seen)).count()
     }
 
     /// Executions with this raw Idempotency-Key value.
@@ -134,6 +141,7 @@ pub struct Reply {
     pub with_content_length: bool,
     pub trailers: Option<Vec<(String, Vec<u8>)>>,
     pub delay: Duration,
+    hangs_up: bool,
     pieces: VecDeque<Piece>,
 }
 
@@ -146,12 +154,18 @@ impl Reply {
             with_content_length: true,
             trailers: None,
             delay: Duration::ZERO,
+            hangs_up: false,
             pieces: VecDeque::new(),
         }
     }
 
     pub fn ok(body: impl Into<Bytes>) -> Reply {
         Self::status(200).chunk(body)
+    }
+
+    /// No response at all: the connection closes (HTTP/1.1), or the stream is reset (HTTP/2).
+    pub fn hang_up() -> Reply {
+        Reply { hangs_up: true, ..Self::status(200) }
     }
 
     /// `{"execution":N}`, N unlike any other.
@@ -384,7 +398,7 @@ async fn serve_connection(stream: TcpStream, handler: Handler) {
     let io = TokioIo::new(stream);
     let service = service_fn(move |request| {
         let handler = handler.clone();
-        async move { Ok::<_, Infallible>(handler.answer(request).await) }
+        async move { handler.answer(request).await }
     });
     // A connection that ends in an error is what many tests are about.
     let _ = if http2 {
@@ -411,7 +425,7 @@ async fn is_http2(stream: &TcpStream) -> bool {
 }
 
 impl Handler {
-    async fn answer(&self, request: http::Request<Incoming>) -> http::Response<ReplyBody> {
+    async fn answer(&self, request: http::Request<Incoming>) -> std::io::Result<http::Response<ReplyBody>> {
         let (parts, mut body) = request.into_parts();
         let authority = parts.uri.authority().map(|authority| authority.to_string()).unwrap_or_else(|| {
             let host = parts.headers.get("host").map(HeaderValue::as_bytes).unwrap_or_default();
@@ -447,7 +461,10 @@ impl Handler {
         if !reply.delay.is_zero() {
             tokio::time::sleep(reply.delay).await;
         }
-        response(reply)
+        if reply.hangs_up {
+            return Err(std::io::Error::other("the origin hangs up"));
+        }
+        Ok(response(reply))
     }
 
     fn behaviour_of(&self, path: &str) -> Behaviour {

@@ -45,6 +45,11 @@ impl Redis {
             TcpStream::connect(self.addr()).await.ok().map(drop)
         })
         .await;
+        // It listens before it has read its append-only file.
+        poll_until(PATIENCE, "redis-server has loaded its data", async || {
+            (!self.command("PING").await.starts_with("-LOADING")).then_some(())
+        })
+        .await;
     }
 
     /// One inline command; the raw reply.
@@ -62,7 +67,7 @@ impl Redis {
         let _ = self.process.wait();
     }
 
-    /// Starts again, empty, on the same port.
+    /// Starts again on the same port: empty, unless its arguments make it keep its data.
     pub async fn restart(&mut self) {
         self.kill();
         self.process = spawn(&self.directory, self.port, &self.arguments);
