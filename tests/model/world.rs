@@ -1002,8 +1002,8 @@ impl World {
                 return broken(Broken::LeftWaiting, format!("the outbox of worker {worker} is not empty"));
             }
             let places: Vec<_> = (0..WAITERS).map(|_| node.worker.begin_wait()).collect();
-            if places.iter().any(Option::is_none) || node.worker.captured_bytes() != 0 || node.claims != 0 {
-                let (bytes, claims) = (node.worker.captured_bytes(), node.claims);
+            if places.iter().any(Option::is_none) || node.worker.captured.taken() != 0 || node.claims != 0 {
+                let (bytes, claims) = (node.worker.captured.taken(), node.claims);
                 return broken(
                     Broken::Leaked,
                     format!("worker {worker}: {bytes} bytes, {claims} claims, {places:?}"),
