@@ -210,7 +210,7 @@ pub struct Matcher {
 }
 
 /// A host of the `hosts` list, lower case.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum HostPattern {
     /// `*`
     Any,
@@ -281,7 +281,7 @@ pub enum Scope {
 }
 
 /// One source of a caller's identity.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ScopePart {
     /// The one line of this request header (lower-case name).
     Header(String),
@@ -303,7 +303,7 @@ pub enum ScopePart {
 }
 
 /// Which part of the client's certificate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CertificateField {
     /// `connection.uri_san_peer_certificate`
     UriSan,

@@ -1,5 +1,7 @@
 //! Which header lines of a response are kept, and how a kept response is sent again.
 
+use std::collections::BTreeSet;
+
 use super::LocalReply;
 use crate::config::Rule;
 use crate::headers::{HeaderBlock, serialize_pairs};
@@ -44,7 +46,8 @@ pub fn kept_headers<'a>(
     headers: &'a HeaderBlock,
     rule: &'a Rule,
 ) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
-    headers.iter().filter(move |(name, _)| is_kept(name, headers, rule))
+    let hop_by_hop = named_by_connection(headers);
+    headers.iter().filter(move |(name, _)| is_kept(name, &hop_by_hop, rule))
 }
 
 /// The lines of `headers` that a tombstone keeps.
@@ -67,7 +70,7 @@ pub fn has_cors(headers: &HeaderBlock) -> bool {
     headers.iter().any(|(name, _)| name.starts_with(CORS_PREFIX))
 }
 
-fn is_kept(name: &[u8], headers: &HeaderBlock, rule: &Rule) -> bool {
+fn is_kept(name: &[u8], hop_by_hop: &BTreeSet<Vec<u8>>, rule: &Rule) -> bool {
     if name.starts_with(b":") {
         return false;
     }
@@ -82,15 +85,16 @@ fn is_kept(name: &[u8], headers: &HeaderBlock, rule: &Rule) -> bool {
     {
         return false;
     }
-    !named_by_connection(name, headers)
+    hop_by_hop.is_empty() || !hop_by_hop.contains(&name.to_ascii_lowercase())
 }
 
-/// `Connection` names further hop-by-hop fields (RFC 9110 section 7.6.1).
-fn named_by_connection(name: &[u8], headers: &HeaderBlock) -> bool {
+/// `Connection` names further hop-by-hop fields (RFC 9110 section 7.6.1). In lower case.
+fn named_by_connection(headers: &HeaderBlock) -> BTreeSet<Vec<u8>> {
     headers
         .lines("connection")
         .flat_map(|line| line.split(|byte| *byte == b','))
-        .any(|option| option.trim_ascii().eq_ignore_ascii_case(name))
+        .map(|option| option.trim_ascii().to_ascii_lowercase())
+        .collect()
 }
 
 /// The reply that sends a kept response again. `stored` is `encoded`, decoded, and not a tombstone.
