@@ -33,7 +33,7 @@ help: ## list the targets (default)
 	@echo
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@echo
-	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), FILE=… (check-config).'
+	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), FILE=… (check-config), TARGET=…, SECONDS=… (fuzz).'
 
 .PHONY: setup
 setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .tools/
@@ -76,6 +76,7 @@ test: setup setup-redis ## everything: format, lints, unit, configurations, e2e,
 .PHONY: fmt-check
 fmt-check: ## is everything formatted?
 	cargo fmt --check
+	cargo fmt --check --manifest-path fuzz/Cargo.toml
 
 .PHONY: lint
 lint: ## clippy, native and wasm32, and rustdoc; warnings are errors
@@ -111,6 +112,10 @@ planted: setup build build-test-hooks ## does each planted bug turn the tests re
 .PHONY: story
 story: ## the story of `make run`, once
 	@$(MAKE) run ONCE=1
+
+.PHONY: fuzz
+fuzz: ## look for inputs that break a parser's properties: 20 s a target; TARGET=resp SECONDS=600
+	@nice scripts/fuzz.sh "$(or $(SECONDS),$(SECONDS_PER_TARGET),20)" "$(TARGET)"
 
 .PHONY: check-config
 check-config: ## check a plugin configuration: make check-config FILE.json
