@@ -149,6 +149,8 @@ metrics! {
         InFlight = "in_flight",
         /// Writes waiting in the outboxes.
         Outbox = "outbox",
+        /// Workers that found their Redis evicting: it has `maxmemory` and a policy other than `noeviction`.
+        RedisEvicting = "redis.evicting",
     }
 }
 

@@ -12,7 +12,8 @@ use idempotency::record::{ClaimTerms, Owner};
 use idempotency::store::redis::operation::{read_claim, read_write};
 use idempotency::store::redis::resp::{DecodeError, Value, decode, encode_command};
 use idempotency::store::redis::{
-    Answer, BatchSettings, Batcher, CalloutAnswer, Operation, Priority, SCRIPTS, envelope,
+    Answer, BatchSettings, Batcher, CalloutAnswer, Eviction, EvictionWatch, Operation, Priority, SCRIPTS,
+    envelope,
 };
 use idempotency::store::{Claim, ClaimReply, Hold, StoreError, Write, WriteReply};
 
@@ -111,6 +112,24 @@ pub fn redis_reply(data: &[u8]) {
         assert!(envelope::open(&[body, b"\n"].concat(), operations).is_none());
     }
     judge_batches(&answer, operations, is_whole);
+    judge_eviction(&answer);
+}
+
+/// Redis is said to evict only by its own word.
+fn judge_eviction(answer: &CalloutAnswer<'_>) {
+    let mut watch = EvictionWatch::new(Duration::from_secs(600));
+    let now = Timestamp::from_millis(1_000);
+    let told = watch.on_reply(answer.replies(), now);
+    assert_eq!(watch.is_evicting(), matches!(told, Some(Eviction::Drops { .. })));
+    assert!(told.is_none() || answer.status == Some(200) && answer.body.ends_with(b"+OK\r\n"));
+    if let Some(found) = told {
+        assert!(!found.to_string().contains(char::is_control));
+        if let Eviction::Drops { policy, maxmemory } = &found {
+            assert!(*maxmemory > 0 && policy != "noeviction");
+            assert!(answer.body.windows(policy.len().max(1)).any(|window| window == policy.as_bytes()));
+        }
+        assert_eq!(watch.on_reply(answer.replies(), now), None, "told once");
+    }
 }
 
 /// Every ticket is answered once, in time, by its own kind; and nothing is believed of an answer that is not whole.

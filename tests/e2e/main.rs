@@ -21,6 +21,7 @@ mod harness;
 mod lifecycle;
 mod outcomes;
 mod redis;
+mod redis_eviction;
 mod redis_faults;
 mod redis_pair;
 mod requests;
