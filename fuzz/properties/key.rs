@@ -90,10 +90,8 @@ fn is_uuid(key: &[u8]) -> bool {
 
 fn rfc_9651_string(value: &[u8]) -> Option<Vec<u8>> {
     let item: sfv::Item = Parser::new(value).with_version(Version::Rfc9651).parse().ok()?;
-    match item.bare_item {
-        BareItem::String(text) => Some(text.as_str().as_bytes().to_vec()),
-        _ => None,
-    }
+    let BareItem::String(text) = item.bare_item else { return None };
+    Some(text.as_str().as_bytes().to_vec())
 }
 
 /// A line of a key header, then text that an operator chose, then a response's Location.

@@ -14,6 +14,12 @@ mod redis;
 mod request;
 mod stored;
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use idempotency::config::Config;
+
 pub use config::{config, config_struct, path_match};
 pub use headers::{header_map, response_head};
 pub use key::{key_header, problem_detail};
@@ -57,8 +63,15 @@ fn split_once<'a>(data: &'a [u8], separator: &[u8]) -> Option<(&'a [u8], &'a [u8
     Some((&data[..at], &data[at + separator.len()..]))
 }
 
-/// A configuration whose only rule has these settings beside its name.
-fn plugin(rule: &str) -> idempotency::config::Config {
-    let json = format!(r#"{{"store": {{"shared_data": {{}}}}, "rules": [{{"name": "r", {rule}}}]}}"#);
-    idempotency::config::load(json.as_bytes()).unwrap_or_else(|errors| panic!("{errors}"))
+/// A configuration whose only rule has these settings beside its name. Each is loaded once.
+fn plugin(rule: &'static str) -> Rc<Config> {
+    thread_local! { static LOADED: RefCell<BTreeMap<&'static str, Rc<Config>>> = RefCell::default(); }
+    LOADED.with_borrow_mut(|loaded| {
+        let load = || {
+            let json = format!(r#"{{"store": {{"shared_data": {{}}}}, "rules": [{{"name": "r", {rule}}}]}}"#);
+            let config = idempotency::config::load(json.as_bytes());
+            Rc::new(config.unwrap_or_else(|errors| panic!("{errors}")))
+        };
+        Rc::clone(loaded.entry(rule).or_insert_with(load))
+    })
 }

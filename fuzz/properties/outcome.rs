@@ -34,9 +34,8 @@ fn check_source(details: &[u8], attempts: u64, status: u16) {
             }
         }
         // One attempt more proves less.
-        for (more, fewer) in [(of(Some(attempts.saturating_add(1)), trust), known)] {
-            assert!(more != ResponseSource::NotSent || fewer == ResponseSource::NotSent);
-        }
+        let more = of(Some(attempts.saturating_add(1)), trust);
+        assert!(more != ResponseSource::NotSent || known == ResponseSource::NotSent);
         if attempts >= 1 && known == ResponseSource::NotSent {
             assert!(attempts == 1 || trust, "an earlier attempt may have run");
         }

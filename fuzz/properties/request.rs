@@ -137,12 +137,11 @@ const LONGEST: usize = 24;
 /// Two callers with a line `---` between them: an attribute in the first line, then `name: value` lines.
 pub fn scope(data: &[u8]) {
     let (one, other) = super::split_once(data, b"\n---\n").unwrap_or((data, data));
-    let by_header = super::plugin(&format!(
-        r#""max_scope_length": {LONGEST}, "scope": [{{"header": "x-account"}}, {{"header": "x-user"}}]"#
-    ));
-    let by_attribute = super::plugin(&format!(
-        r#""max_scope_length": {LONGEST}, "scope": [{{"header": "x-account"}}, {{"property": ["a", "b"]}}]"#
-    ));
+    let by_header =
+        super::plugin(r#""max_scope_length": 24, "scope": [{"header": "x-account"}, {"header": "x-user"}]"#);
+    let by_attribute = super::plugin(
+        r#""max_scope_length": 24, "scope": [{"header": "x-account"}, {"property": ["a", "b"]}]"#,
+    );
     let by_credential = super::plugin(r#""scope": [{"authorization": true}]"#);
     let (one, other) = (caller(one), caller(other));
 

@@ -108,7 +108,9 @@ pub fn outbox_spill(data: &[u8]) {
 
 /// Values under names, each with its version.
 #[derive(Clone, Default)]
-struct Values(Rc<RefCell<BTreeMap<String, (Vec<u8>, u32)>>>);
+struct Values(Rc<RefCell<BTreeMap<String, Versioned>>>);
+
+type Versioned = (Vec<u8>, u32);
 
 impl Cas for Values {
     fn load(&self, name: &str) -> Result<Slot, CasError> {

@@ -119,7 +119,7 @@ async fn an_acl_without_info_and_a_redis_that_is_gone_are_no_store_errors() {
     .await;
     redis.kill();
     let gone =
-        send_once(envoy.addr(), Protocol::Http1, &Request::post("/pay").key(&unique_key())).await.unwrap();
+        send_once(envoy.addr(), Protocol::Http1, &Request::post("/pay").key(unique_key())).await.unwrap();
     assert_eq!(gone.status, 503);
     assert_eq!(envoy.metric("redis.evicting").await, 1);
 }
