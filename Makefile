@@ -33,7 +33,7 @@ help: ## list the targets (default)
 	@echo
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@echo
-	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), MINUTES=… SEED=… (chaos), FILE=… (check-config).'
+	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), MINUTES=… SEED=… (chaos), FILE=… (check-config), TARGET=… SECONDS=… (fuzz).'
 
 .PHONY: setup
 setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .tools/
@@ -76,6 +76,7 @@ test: setup setup-redis ## everything: format, lints, unit, configurations, e2e,
 .PHONY: fmt-check
 fmt-check: ## is everything formatted?
 	cargo fmt --check
+	cargo fmt --check --manifest-path fuzz/Cargo.toml
 
 .PHONY: lint
 lint: ## clippy, native and wasm32, and rustdoc; warnings are errors
@@ -126,6 +127,10 @@ story: ## the story of `make run`, once
 bench: setup setup-redis build ## what the filter costs, side by side; ROUNDS=3 SECONDS_EACH=3 WORKERS=1,2 CONNECTIONS=1,32,128 BODIES=200
 	@command -v wrk >/dev/null || { echo 'make: no wrk: apt-get install wrk' >&2; exit 1; }
 	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) cargo run --quiet --locked --release --example bench
+
+.PHONY: fuzz
+fuzz: ## look for inputs that break a parser's properties: 20 s a target; TARGET=resp SECONDS=600
+	@nice scripts/fuzz.sh "$(or $(SECONDS),$(SECONDS_PER_TARGET),20)" "$(TARGET)"
 
 .PHONY: check-config
 check-config: ## check a plugin configuration: make check-config FILE.json

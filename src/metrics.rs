@@ -159,6 +159,8 @@ metrics! {
         Outbox = "outbox",
         /// Bytes of detached executions: their bodies, and the room for their responses.
         DetachedBytes = "detached_bytes",
+        /// Workers that found their Redis evicting: it has `maxmemory` and a policy other than `noeviction`.
+        RedisEvicting = "redis.evicting",
     }
 }
 

@@ -42,6 +42,11 @@ native() {
         --no-fail-fast -- --skip bounds::)
 }
 
+# The inputs that the fuzz targets started from and found.
+corpus() {
+    (cd "$tree" && cargo test --locked --target-dir "$copy_target" --test corpus)
+}
+
 # The end-to-end binary is the unplanted one; only the filter it loads is planted.
 through_envoy() {
     (cd "$tree" && cargo build --locked --release --lib --target wasm32-wasip1 --features test-hooks \
@@ -127,8 +132,13 @@ bug_client_gone_frees_the_key() {
     must_fail client_gone_frees_the_key through_envoy chaos::storm
 }
 
+bug_names_run_together() {
+    edit src/fingerprint.rs '        update_framed(hasher, name);' '        hasher.update(name);'
+    must_fail names_run_together corpus
+}
+
 for bug in no_fencing no_fingerprint_check lease_is_record_ttl own_replies_stored detached_request_goes_on \
-    replayed_body_cut cas_none client_gone_frees_the_key; do plant "$bug"; done
+    replayed_body_cut names_run_together cas_none client_gone_frees_the_key; do plant "$bug"; done
 
 echo "$planted bugs planted, $((planted - survived)) caught, $survived not"
 [ "$planted" -gt 0 ] && [ "$survived" -eq 0 ]

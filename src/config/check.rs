@@ -1,5 +1,7 @@
 //! From the configuration as written to [`Config`]: defaults filled in, settings compared with each other.
 
+use std::collections::BTreeSet;
+use std::collections::btree_map::{BTreeMap, Entry};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -159,7 +161,8 @@ fn merge(rule: RawRule, defaults: &RawRule) -> RawRule {
 }
 
 fn check_names(rules: &[RawRule], problems: &mut Problems) {
-    for (index, rule) in rules.iter().enumerate() {
+    let mut paths: BTreeMap<&str, &str> = BTreeMap::new();
+    for rule in rules {
         if rule.name.is_absent() {
             problems.refuse(
                 &format!("{}.name", rule.path),
@@ -167,9 +170,11 @@ fn check_names(rules: &[RawRule], problems: &mut Problems) {
             );
         }
         let Some((name, at)) = rule.name.located() else { continue };
-        let same = |other: &&RawRule| other.name.located().is_some_and(|(other, _)| other == name);
-        if let Some(other) = rules.iter().take(index).find(same) {
-            problems.refuse(at, format!("got {}, which {} is named already", quoted(name), other.path));
+        match paths.entry(name) {
+            Entry::Vacant(entry) => _ = entry.insert(&rule.path),
+            Entry::Occupied(other) => {
+                problems.refuse(at, format!("got {}, which {} is named already", quoted(name), other.get()));
+            }
         }
     }
 }
@@ -413,6 +418,7 @@ fn compare_response_headers(rule: &RawRule, source: &impl Source, problems: &mut
     let Some((kept, kept_at)) = source.value(&rule.keep_response_headers, &none) else { return };
     let Some((dropped, dropped_at)) = source.value(&rule.drop_response_headers, &none) else { return };
     let Some(at) = most_specific(kept_at, dropped_at) else { return };
+    let dropped: BTreeSet<&String> = dropped.iter().collect();
     for name in kept.iter().filter(|name| dropped.contains(name)) {
         problems.refuse(
             at,

@@ -1,5 +1,7 @@
 //! Reading the members of an object: spellings, repeats, unknown names. What a value means is not known here.
 
+use std::collections::BTreeSet;
+
 use super::json::{Json, quoted};
 use super::problem::Problems;
 
@@ -167,7 +169,7 @@ impl<'a> Object<'a> {
 }
 
 /// Reads a list whose items report what is wrong inside them; an item listed twice is refused.
-pub(super) fn list<T: PartialEq>(
+pub(super) fn list<T: Ord + Clone>(
     json: &Json,
     path: &str,
     expected: &str,
@@ -179,13 +181,14 @@ pub(super) fn list<T: PartialEq>(
         return None;
     };
     let mut values = Vec::with_capacity(items.len());
+    let mut seen = BTreeSet::new();
     for (index, item) in items.iter().enumerate() {
         let path = format!("{path}[{index}]");
         if let Some(value) = read(item, &path, problems) {
-            if values.contains(&value) {
-                problems.refuse(&path, format!("{} is listed twice", item.excerpt()));
-            } else {
+            if seen.insert(value.clone()) {
                 values.push(value);
+            } else {
+                problems.refuse(&path, format!("{} is listed twice", item.excerpt()));
             }
         }
     }

@@ -214,7 +214,7 @@ pub struct Matcher {
 }
 
 /// A host of the `hosts` list, lower case.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum HostPattern {
     /// `*`
     Any,
@@ -285,7 +285,7 @@ pub enum Scope {
 }
 
 /// One source of a caller's identity.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ScopePart {
     /// The one line of this request header (lower-case name).
     Header(String),
@@ -307,7 +307,7 @@ pub enum ScopePart {
 }
 
 /// Which part of the client's certificate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CertificateField {
     /// `connection.uri_san_peer_certificate`
     UriSan,

@@ -1,9 +1,10 @@
 //! What is wrong with a configuration, and what is merely worth saying about it.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// One mistake in a configuration.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConfigError {
     /// Where it is, as in `rules[0].lock_ttl`; `configuration` for the whole.
     pub path: String,
@@ -43,20 +44,22 @@ impl std::error::Error for ConfigErrors {}
 pub(super) struct Problems {
     errors: Vec<ConfigError>,
     warnings: Vec<String>,
+    known_errors: BTreeSet<ConfigError>,
+    known_warnings: BTreeSet<String>,
 }
 
 impl Problems {
     pub(super) fn refuse(&mut self, path: &str, message: impl Into<String>) {
         let path = if path.is_empty() { "configuration" } else { path };
         let error = ConfigError { path: path.to_owned(), message: message.into() };
-        if !self.errors.contains(&error) {
+        if self.known_errors.insert(error.clone()) {
             self.errors.push(error);
         }
     }
 
     pub(super) fn warn(&mut self, path: &str, message: impl fmt::Display) {
         let warning = format!("{path}: {message}");
-        if !self.warnings.contains(&warning) {
+        if self.known_warnings.insert(warning.clone()) {
             self.warnings.push(warning);
         }
     }

@@ -104,7 +104,7 @@ pub(super) struct RawFingerprint {
 }
 
 /// An entry of `replay_statuses`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ReplayStatus {
     /// `"2xx"` is 2.
     Class(u8),

@@ -20,7 +20,7 @@ use crate::outcome::{
 };
 use crate::record::Reason;
 use crate::reply::problem::{Problem, REFUSAL_HEADER};
-use crate::reply::replay::{PROTECTION_HEADER, is_hop_by_hop, is_kept_by_tombstones};
+use crate::reply::replay::{HopByHop, PROTECTION_HEADER, is_kept_by_tombstones};
 use crate::reply::{LocalReply, fit_a_reply};
 use crate::store::{Hold, Write};
 
@@ -305,10 +305,11 @@ pub fn execution_lines(
     has_body: bool,
 ) -> Option<Vec<(String, String)>> {
     headers.first(":path")?;
+    let hop_by_hop = HopByHop::of(headers);
     let mut lines = Vec::with_capacity(headers.len());
     for (name, value) in headers.iter() {
         let empty_length = name == b"content-length" && !has_body;
-        if is_hop_by_hop(name, headers) || (NOT_SENT.contains(&name) && !empty_length) {
+        if hop_by_hop.has(name) || (NOT_SENT.contains(&name) && !empty_length) {
             continue;
         }
         let text = |bytes: &[u8]| std::str::from_utf8(bytes).ok().map(str::to_owned);
@@ -331,10 +332,11 @@ fn deliver(headers: &HeaderBlock, body: Vec<u8>, protected: bool) -> Option<Loca
         ATTEMPTS_HEADER.as_bytes(),
         REDIRECTED_HEADER.as_bytes(),
     ];
+    let hop_by_hop = HopByHop::of(headers);
     let mut lines: Vec<_> = headers
         .iter()
         .filter(|(name, _)| {
-            !name.starts_with(b":") && !REMOVED.contains(name) && !is_hop_by_hop(name, headers)
+            !name.starts_with(b":") && !REMOVED.contains(name) && !hop_by_hop.has(name)
         })
         .collect();
     if !protected {

@@ -20,9 +20,14 @@ use crate::record::Owner;
 use crate::store::near_cache::{NearCache, NearCacheBounds};
 use crate::store::outbox::EntryId;
 use crate::store::redis::{
-    Answer, BatchId, BatchSettings, Batcher, CalloutAnswer, Operation, Priority, SCRIPTS, Trap,
+    Answer, BatchId, BatchSettings, Batcher, CalloutAnswer, Eviction, EvictionWatch, Operation, Priority,
+    SCRIPTS, Trap,
 };
 use crate::store::{ClaimReply, Hold, StoreError, Write, WriteReply};
+
+/// How often each worker asks whether Redis evicts. The tests do not wait for so long.
+const EVICTION_CHECK_PAUSE: Duration =
+    Duration::from_millis(if cfg!(feature = "test-hooks") { 300 } else { 600_000 });
 
 /// The link of one worker.
 pub struct Link {
@@ -33,6 +38,13 @@ pub struct Link {
     last_ticket: u64,
     callouts: BTreeMap<u32, Callout>,
     wake: Rc<Wake>,
+    eviction: EvictionWatch,
+    key_prefix: String,
+    timeout: Duration,
+    /// The callout that asks whether Redis evicts.
+    eviction_check: Option<u32>,
+    /// What it said, to be told.
+    found: Option<Eviction>,
 }
 
 /// Who waits for an operation's answer.
@@ -111,6 +123,11 @@ impl Link {
             pending: BTreeMap::new(),
             last_ticket: 0,
             callouts: BTreeMap::new(),
+            eviction: EvictionWatch::new(EVICTION_CHECK_PAUSE),
+            key_prefix: settings.key_prefix.clone(),
+            timeout: settings.timeout,
+            eviction_check: None,
+            found: None,
             wake,
         }
     }
@@ -161,15 +178,7 @@ impl Link {
     pub fn dispatch(&mut self, now: Timestamp, sent: &mut dyn FnMut(usize)) -> Option<Trap> {
         let mut trap = None;
         while let Some(dispatch) = self.batcher.poll(now) {
-            let headers = vec![(":method", "POST"), (":path", "/"), (":authority", "redis")];
-            let called = proxy_wasm::hostcalls::dispatch_http_call(
-                &self.cluster,
-                headers,
-                Some(&dispatch.body),
-                Vec::new(),
-                dispatch.timeout,
-            );
-            match called {
+            match self.call(&dispatch.body, dispatch.timeout) {
                 Ok(token) => {
                     sent(dispatch.operations);
                     let callout = Callout {
@@ -187,12 +196,41 @@ impl Link {
                 }
             }
         }
+        if !self.callouts.is_empty() {
+            self.check_eviction(now);
+        }
         trap
+    }
+
+    fn call(&self, body: &[u8], timeout: Duration) -> Result<u32, proxy_wasm::types::Status> {
+        let headers = vec![(":method", "POST"), (":path", "/"), (":authority", "redis")];
+        proxy_wasm::hostcalls::dispatch_http_call(&self.cluster, headers, Some(body), Vec::new(), timeout)
+    }
+
+    /// Behind a batch, so that no operation waits for it.
+    fn check_eviction(&mut self, now: Timestamp) {
+        if self.eviction_check.is_some() {
+            return;
+        }
+        let Some(body) = self.eviction.poll(&self.key_prefix, now) else { return };
+        self.eviction_check = self.call(&body, self.timeout).ok();
+        if self.eviction_check.is_none() {
+            self.eviction.on_refused(now);
+        }
+    }
+
+    /// What was found out about Redis's evicting, if that is new.
+    pub const fn take_found(&mut self) -> Option<Eviction> {
+        self.found.take()
+    }
+
+    /// Whether Redis is known to evict.
+    pub const fn is_evicting(&self) -> bool {
+        self.eviction.is_evicting()
     }
 
     /// A callout was answered. Says what is wrong with the way to Redis, if the answer shows it.
     pub fn on_reply(&mut self, token: u32, headers: usize, body_size: usize, now: Timestamp) -> Option<Trap> {
-        let callout = self.callouts.remove(&token)?;
         // Without headers there is nothing that may be read.
         let status = if headers == 0 { None } else { hostcalls::header(Map::CalloutResponse, ":status") };
         let status = status.and_then(|value| std::str::from_utf8(&value).ok()?.parse().ok());
@@ -201,13 +239,14 @@ impl Link {
         } else {
             hostcalls::buffer(Buffer::CalloutResponseBody, 0, body_size).unwrap_or_default()
         };
-        let answer = CalloutAnswer {
-            headers,
-            status,
-            body: &body,
-            operations: callout.operations,
-            is_early: now.since(callout.sent) < callout.timeout / 2,
-        };
+        let mut answer = CalloutAnswer { headers, status, body: &body, operations: 1, is_early: false };
+        if self.eviction_check.take_if(|check| *check == token).is_some() {
+            self.found = self.eviction.on_reply(answer.replies(), now).or(self.found.take());
+            return None;
+        }
+        let callout = self.callouts.remove(&token)?;
+        answer.operations = callout.operations;
+        answer.is_early = now.since(callout.sent) < callout.timeout / 2;
         let trap = answer.diagnose();
         self.batcher.on_reply(callout.batch, answer.replies(), now);
         trap

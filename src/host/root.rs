@@ -24,7 +24,7 @@ use crate::exchange::{Event, ExecutionAnswer, Handover, NotDispatched, Warning, 
 use crate::metrics::{Counter, Gauge, Histogram};
 use crate::record::Owner;
 use crate::store::outbox::Outbox;
-use crate::store::redis::{Answer, Trap};
+use crate::store::redis::{Answer, Eviction, Trap};
 use crate::store::shared_data::cas::Cas;
 use crate::store::shared_data::{SharedDataStore, StoreEvents};
 use crate::store::{Hold, Write, WriteReply};
@@ -405,7 +405,11 @@ impl Shared {
         self.show_detached();
         if let Backend::Redis(link) = &self.backend {
             // The host cancels its callouts: what they carried may have been executed, and goes to the next root.
-            let waiting = link.try_borrow_mut().map(|mut link| link.abandon()).unwrap_or_default();
+            let waiting = link.try_borrow_mut().map(|mut link| {
+                self.metrics.shift(Gauge::RedisEvicting, -i64::from(link.is_evicting()));
+                link.abandon()
+            });
+            let waiting = waiting.unwrap_or_default();
             for pending in waiting {
                 self.deliver(pending, Answer::NotSent, now);
             }
@@ -555,8 +559,19 @@ impl Context for Root {
         }
         let Backend::Redis(link) = &shared.backend else { return };
         let now = Shared::now();
-        let trap =
-            link.try_borrow_mut().ok().and_then(|mut link| link.on_reply(token, headers, body_size, now));
+        let trap = link.try_borrow_mut().ok().and_then(|mut link| {
+            let was_evicting = link.is_evicting();
+            let trap = link.on_reply(token, headers, body_size, now);
+            shared
+                .metrics
+                .shift(Gauge::RedisEvicting, i64::from(link.is_evicting()) - i64::from(was_evicting));
+            match link.take_found() {
+                Some(found @ Eviction::Drops { .. }) => log::warn!("Redis: {found}"),
+                Some(found @ (Eviction::Keeps | Eviction::Unknown)) => log::info!("Redis: {found}"),
+                None => {}
+            }
+            trap
+        });
         if let Some(trap) = trap {
             shared.warn_of(trap, now);
         }

@@ -172,7 +172,7 @@ impl<'a> StoredResponse<'a> {
             return Err(DecodeError::Malformed);
         }
         let tombstone = flags & TOMBSTONE != 0;
-        if tombstone && body_length != 0 {
+        if tombstone && (body_length != 0 || origin_length != 0) {
             return Err(DecodeError::Malformed);
         }
         Ok(Self {

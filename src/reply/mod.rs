@@ -3,6 +3,8 @@
 pub mod problem;
 pub mod replay;
 
+use std::collections::BTreeSet;
+
 use crate::headers::{HeaderBlock, serialize_pairs};
 
 /// A reply made by the filter.
@@ -37,7 +39,8 @@ impl LocalReply {
 /// filter's lines only; the others are of this response.
 #[must_use]
 pub fn put_right(own: &HeaderBlock, made: &HeaderBlock) -> Option<Vec<u8>> {
-    let is_own = |name: &[u8]| name == b"content-type" || own.iter().any(|(known, _)| known == name);
+    let names: BTreeSet<&[u8]> = own.iter().map(|(name, _)| name).collect();
+    let is_own = |name: &[u8]| name == b"content-type" || names.contains(name);
     if made.iter().filter(|(name, _)| is_own(name)).eq(own.iter()) {
         return None;
     }

@@ -1,5 +1,7 @@
 //! Which header lines of a response are kept, and how a kept response is sent again.
 
+use std::collections::BTreeSet;
+
 use super::LocalReply;
 use crate::config::Rule;
 use crate::headers::{HeaderBlock, serialize_pairs};
@@ -43,7 +45,8 @@ pub fn kept_headers<'a>(
     headers: &'a HeaderBlock,
     rule: &'a Rule,
 ) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
-    headers.iter().filter(move |(name, _)| is_kept(name, headers, rule))
+    let hop_by_hop = HopByHop::of(headers);
+    headers.iter().filter(move |(name, _)| is_kept(name, &hop_by_hop, rule))
 }
 
 /// The lines of `headers` that a tombstone keeps.
@@ -73,13 +76,24 @@ pub fn has_cors(headers: &HeaderBlock) -> bool {
     headers.iter().any(|(name, _)| name.starts_with(CORS_PREFIX))
 }
 
-/// Whether a line ends at the next hop (RFC 9110 section 7.6.1): by its name, or since `Connection` names it.
-#[must_use]
-pub fn is_hop_by_hop(name: &[u8], headers: &HeaderBlock) -> bool {
-    HOP_BY_HOP.contains(&name) || named_by_connection(name, headers)
+/// The fields of a message that end at the next hop (RFC 9110 section 7.6.1).
+pub struct HopByHop(BTreeSet<Vec<u8>>);
+
+impl HopByHop {
+    /// Those known by name, and those that this message's `Connection` names.
+    #[must_use]
+    pub fn of(headers: &HeaderBlock) -> Self {
+        Self(named_by_connection(headers))
+    }
+
+    /// Whether `name`, in either case, is one of them.
+    #[must_use]
+    pub fn has(&self, name: &[u8]) -> bool {
+        HOP_BY_HOP.contains(&name) || (!self.0.is_empty() && self.0.contains(&name.to_ascii_lowercase()))
+    }
 }
 
-fn is_kept(name: &[u8], headers: &HeaderBlock, rule: &Rule) -> bool {
+fn is_kept(name: &[u8], hop_by_hop: &HopByHop, rule: &Rule) -> bool {
     if name.starts_with(b":") {
         return false;
     }
@@ -94,15 +108,16 @@ fn is_kept(name: &[u8], headers: &HeaderBlock, rule: &Rule) -> bool {
     {
         return false;
     }
-    !is_hop_by_hop(name, headers)
+    !hop_by_hop.has(name)
 }
 
-/// `Connection` names further hop-by-hop fields (RFC 9110 section 7.6.1).
-fn named_by_connection(name: &[u8], headers: &HeaderBlock) -> bool {
+/// `Connection` names further hop-by-hop fields (RFC 9110 section 7.6.1). In lower case.
+fn named_by_connection(headers: &HeaderBlock) -> BTreeSet<Vec<u8>> {
     headers
         .lines("connection")
         .flat_map(|line| line.split(|byte| *byte == b','))
-        .any(|option| option.trim_ascii().eq_ignore_ascii_case(name))
+        .map(|option| option.trim_ascii().to_ascii_lowercase())
+        .collect()
 }
 
 /// The reply that sends a kept response again. `stored` is `encoded`, decoded, and not a tombstone.

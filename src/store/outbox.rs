@@ -6,7 +6,7 @@
 
 mod spill;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -19,6 +19,8 @@ use crate::record::codec::{ResponseEncoder, StoredResponse};
 use crate::reply::replay::is_kept_by_tombstones;
 
 const MAX_ENTRIES: usize = 16_384;
+/// A lease of next to nothing must not keep its write from being tried.
+const SHORTEST_RENEWAL: Duration = Duration::from_millis(1);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
@@ -39,6 +41,13 @@ struct Entry {
     out: Out,
 }
 
+/// How long an entry's claim is held, its record kept, and its write tried.
+struct Terms {
+    lock_ttl: Duration,
+    record_ttl: Duration,
+    give_up: Timestamp,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Out {
     Nothing,
@@ -50,6 +59,9 @@ enum Out {
 #[derive(Debug)]
 pub struct Outbox {
     entries: BTreeMap<EntryId, Entry>,
+    /// The entries that nothing is out of, by the moment at which they are due: looking at each of them for one would
+    /// make a full outbox cost its length squared.
+    due: BTreeSet<(Timestamp, EntryId)>,
     next_id: u64,
     bytes: u64,
     max_bytes: u64,
@@ -59,7 +71,7 @@ impl Outbox {
     /// An empty outbox that holds at most `max_bytes` of responses.
     #[must_use]
     pub const fn new(max_bytes: u64) -> Self {
-        Self { entries: BTreeMap::new(), next_id: 0, bytes: 0, max_bytes }
+        Self { entries: BTreeMap::new(), due: BTreeSet::new(), next_id: 0, bytes: 0, max_bytes }
     }
 
     /// How many writes wait.
@@ -84,15 +96,16 @@ impl Outbox {
         now: Timestamp,
         count: &mut dyn FnMut(Counter),
     ) {
-        self.insert(hold, write, rule.lock_ttl, rule.record_ttl, now, count);
+        let (lock_ttl, record_ttl) = (rule.lock_ttl, rule.record_ttl);
+        let terms = Terms { lock_ttl, record_ttl, give_up: now.after(record_ttl) };
+        self.insert(hold, write, &terms, now, count);
     }
 
     fn insert(
         &mut self,
         hold: Hold,
         write: Write,
-        lock_ttl: Duration,
-        record_ttl: Duration,
+        terms: &Terms,
         now: Timestamp,
         count: &mut dyn FnMut(Counter),
     ) {
@@ -106,22 +119,25 @@ impl Outbox {
         let entry = Entry {
             hold,
             write,
-            lock_ttl,
-            record_ttl,
+            lock_ttl: terms.lock_ttl,
+            record_ttl: terms.record_ttl,
             next_try: now,
             pause: FIRST_PAUSE,
-            renew_at: now.after(lock_ttl / 3),
-            give_up: now.after(record_ttl),
+            renew_at: now.after(terms.lock_ttl / 3),
+            give_up: terms.give_up,
             out: Out::Nothing,
         };
-        self.entries.insert(EntryId(self.next_id), entry);
+        let id = EntryId(self.next_id);
+        self.due.insert((entry.due_at(), id));
+        self.entries.insert(id, entry);
         self.next_id = self.next_id.wrapping_add(1);
     }
 
     /// The next operation that is due; it is out from then on, until [`Self::settle`].
     pub fn take_due(&mut self, now: Timestamp) -> Option<(EntryId, Hold, Write)> {
-        let (id, entry) =
-            self.entries.iter_mut().find(|(_, entry)| entry.out == Out::Nothing && entry.is_due(now))?;
+        let (due_at, id) = self.due.first().copied().filter(|(due_at, _)| *due_at <= now)?;
+        self.due.remove(&(due_at, id));
+        let entry = self.entries.get_mut(&id)?;
         // A write that fails every time must not starve its lease.
         let write = if entry.needs_renewal(now) {
             entry.out = Out::Renewal;
@@ -130,7 +146,7 @@ impl Outbox {
             entry.out = Out::Write;
             entry.write.clone()
         };
-        Some((*id, entry.hold, write))
+        Some((id, entry.hold, write))
     }
 
     /// What came of an operation that [`Self::take_due`] gave out.
@@ -142,24 +158,25 @@ impl Outbox {
         count: &mut dyn FnMut(Counter),
     ) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
+        self.due.remove(&(entry.due_at(), id));
         let renewal = entry.out == Out::Renewal;
         entry.out = Out::Nothing;
         match answer {
             Ok(WriteReply::Stale) => {
                 count(Counter::StaleWrites);
-                self.forget(id);
+                return self.forget(id);
             }
             Ok(WriteReply::Applied | WriteReply::AppliedAsTombstone) if renewal => {
-                entry.renew_at = now.after(entry.lock_ttl / 3);
+                entry.renew_at = now.after((entry.lock_ttl / 3).max(SHORTEST_RENEWAL));
             }
-            Ok(WriteReply::Applied) => self.forget(id),
+            Ok(WriteReply::Applied) => return self.forget(id),
             Ok(WriteReply::AppliedAsTombstone) => {
                 count(Counter::Tombstones);
-                self.forget(id);
+                return self.forget(id);
             }
             Err(_) if now >= entry.give_up => {
                 count(Counter::OutboxDropped);
-                self.forget(id);
+                return self.forget(id);
             }
             Err(_) if renewal => {
                 count(Counter::StoreErrors);
@@ -171,6 +188,7 @@ impl Outbox {
                 entry.pause = entry.pause.saturating_mul(2).min(LONGEST_PAUSE);
             }
         }
+        self.due.insert((entry.due_at(), id));
     }
 
     /// Makes every write due: there will be no later.
@@ -179,6 +197,8 @@ impl Outbox {
             entry.next_try = now;
             entry.renew_at = now.after(entry.lock_ttl);
         }
+        let waiting = self.entries.iter().filter(|(_, entry)| entry.out == Out::Nothing);
+        self.due = waiting.map(|(id, entry)| (entry.due_at(), *id)).collect();
     }
 
     /// Tries every write that is due, on a store that answers at once.
@@ -192,6 +212,7 @@ impl Outbox {
 
     fn forget(&mut self, id: EntryId) {
         if let Some(entry) = self.entries.remove(&id) {
+            self.due.remove(&(entry.due_at(), id));
             self.bytes = self.bytes.saturating_sub(held_bytes(&entry.write));
         }
     }
@@ -220,8 +241,9 @@ impl Outbox {
 }
 
 impl Entry {
-    fn is_due(&self, now: Timestamp) -> bool {
-        self.next_try <= now || self.needs_renewal(now)
+    /// When there is something to do for it.
+    fn due_at(&self) -> Timestamp {
+        if self.write == Write::Release { self.next_try } else { self.next_try.min(self.renew_at) }
     }
 
     fn needs_renewal(&self, now: Timestamp) -> bool {

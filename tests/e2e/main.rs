@@ -28,6 +28,7 @@ mod outcomes;
 mod public_cases;
 mod redis;
 mod redis_cases;
+mod redis_eviction;
 mod redis_faults;
 mod redis_pair;
 mod requests;

@@ -9,7 +9,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::Outbox;
+use super::{Outbox, Terms};
 use crate::clock::Timestamp;
 use crate::fingerprint::Fingerprint;
 use crate::key::StoreKey;
@@ -47,6 +47,7 @@ impl Outbox {
                 Ok(_) | Err(_) => count(Counter::OutboxDropped),
             }
         }
+        self.due.clear();
         self.bytes = 0;
         Some(bytes)
     }
@@ -60,8 +61,9 @@ impl Outbox {
         while let Some(length) = reader.array::<4>() {
             let Some(encoded) = reader.take(u32::from_le_bytes(*length) as usize) else { return };
             if let Some(entry) = decode(encoded) {
-                let life = entry.remaining.min(entry.record_ttl);
-                self.insert(entry.hold, entry.write, entry.lock_ttl, life, now, count);
+                let give_up = now.after(entry.remaining.min(entry.record_ttl));
+                let terms = Terms { lock_ttl: entry.lock_ttl, record_ttl: entry.record_ttl, give_up };
+                self.insert(entry.hold, entry.write, &terms, now, count);
             }
         }
     }
@@ -150,6 +152,7 @@ impl<'a> Reader<'a> {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::EntryId;
     use super::*;
     use crate::policy::fixture;
     use crate::record::codec::ResponseEncoder;
@@ -190,6 +193,28 @@ mod tests {
             seen.push((hold, write));
         }
         assert_eq!(seen, (1..).map(hold).zip(writes).collect::<Vec<_>>());
+    }
+
+    /// The renewal says how long the record is kept: with the time that is left for trying, a claim that nobody may
+    /// take over would be forgotten with its lease.
+    #[test]
+    fn an_adopted_claim_is_renewed_for_as_long_as_before() {
+        let rule = Rc::new(fixture::rule());
+        let (lock_ttl, record_ttl) = (rule.lock_ttl, rule.record_ttl);
+        let now = Timestamp::from_millis(5_000);
+        let mut left = Outbox::new(1 << 20);
+        let fail = Write::Fail { reason: Reason::Timeout, failed_ttl: record_ttl };
+        left.push(hold(1), fail.clone(), &rule, now, &mut |_| {});
+        let late = now.after(record_ttl).as_millis() - 10_000;
+        let bytes = left.spill(1 << 20, Timestamp::from_millis(late), &mut |_| {}).unwrap();
+
+        let mut taken = Outbox::new(1 << 20);
+        let now = Timestamp::from_millis(77);
+        taken.adopt(&bytes, now, &mut |_| {});
+        let due = now.after(lock_ttl / 3);
+        assert_eq!(taken.take_due(due), Some((EntryId(0), hold(1), Write::Renew { lock_ttl, record_ttl })));
+        taken.settle(EntryId(0), Err(crate::store::StoreError::Unavailable), due, &mut |_| {});
+        assert!(taken.is_empty(), "its time is over as it was before");
     }
 
     #[test]

@@ -18,11 +18,13 @@
 //! | `response` | of a completed one, as [`crate::record::codec`] encodes it |
 //!
 //! The record's end is the key's own expiry. The scripts use TIME, HMGET, HGET, EXISTS, HSET, HDEL, DEL, PEXPIRE and
-//! PTTL on that key: with EVAL and EVALSHA, that is all an ACL has to allow.
+//! PTTL on that key: with EVAL and EVALSHA, that is all an ACL has to allow. INFO is asked for by [`eviction`], and may be
+//! left out.
 
 pub mod batch;
 pub mod diagnosis;
 pub mod envelope;
+pub mod eviction;
 pub mod fault;
 pub mod operation;
 mod queue;
@@ -31,6 +33,7 @@ pub mod script;
 
 pub use self::batch::{Answer, BatchId, BatchSettings, Batcher, Counts, Dispatch, Priority};
 pub use self::diagnosis::{CalloutAnswer, Trap};
+pub use self::eviction::{Eviction, EvictionWatch};
 pub use self::fault::{CalloutFault, Cause, Fault};
 pub use self::operation::{ClaimAnswer, Operation};
 pub use self::script::SCRIPTS;
