@@ -7,7 +7,11 @@
 //! | `upstream` | the service behind it, which answers at once |
 //! | `load` | wrk, and what it printed |
 //! | `report` | the table and the JSON |
-#![allow(clippy::disallowed_methods, reason = "a benchmark runs in real time")]
+#![allow(
+    clippy::disallowed_methods,
+    clippy::indexing_slicing,
+    reason = "a benchmark runs in real time, and builds JSON by its members"
+)]
 
 mod envoy;
 mod load;

@@ -335,9 +335,7 @@ fn deliver(headers: &HeaderBlock, body: Vec<u8>, protected: bool) -> Option<Loca
     let hop_by_hop = HopByHop::of(headers);
     let mut lines: Vec<_> = headers
         .iter()
-        .filter(|(name, _)| {
-            !name.starts_with(b":") && !REMOVED.contains(name) && !hop_by_hop.has(name)
-        })
+        .filter(|(name, _)| !name.starts_with(b":") && !REMOVED.contains(name) && !hop_by_hop.has(name))
         .collect();
     if !protected {
         lines.retain(|(name, _)| *name != PROTECTION_HEADER.as_bytes());

@@ -92,6 +92,10 @@ async fn an_internal_redirect_is_one_exchange_and_its_last_answer_is_kept_once()
             (Protocol::Http2, "amount=1"),
             (Protocol::Http2, ""),
         ] {
+            // Envoy below 1.38.3 crashes by itself when it follows a 303 for a request without a body.
+            if status == 303 && body.is_empty() && world.envoy.version().await < [1, 38, 3] {
+                continue;
+            }
             let what = format!("row {number}: {status} {path} {proto:?} {body:?}");
             let barrier = Barrier::new();
             world.origin.on(target, Behaviour::BarrierEcho(barrier.clone()));

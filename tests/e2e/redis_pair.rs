@@ -852,7 +852,8 @@ async fn a_link_without_allow_post_is_named() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_redis_proxy_on_an_internal_listener_is_named() {
-    trap("redis-link", "redis_proxy is on an internal listener", false, |name, part| match name {
+    // Whether the close overtakes the reply is a matter of timing on some versions.
+    trap("redis-link", "redis_proxy is on an internal listener", true, |name, part| match name {
         "proxy" => deep_merge(part, &json!({"address": null, "internal_listener": {}})),
         "proxy_cluster" => {
             *part.pointer_mut("/load_assignment/endpoints/0/lb_endpoints/0/endpoint/address").unwrap() =

@@ -350,6 +350,15 @@ impl Envoy {
         kib * 1024
     }
 
+    /// The version of this Envoy, such as `[1, 40, 0]`.
+    pub async fn version(&self) -> [u32; 3] {
+        let info: Value = serde_json::from_str(&self.admin_get("/server_info").await).expect("JSON");
+        let text = info["version"].as_str().expect("a version");
+        let number = text.split('/').nth(1).expect("a version between slashes");
+        let parts: Vec<u32> = number.split(['.', '-']).filter_map(|part| part.parse().ok()).collect();
+        parts[..3].try_into().expect("three numbers")
+    }
+
     pub async fn admin_get(&self, path: &str) -> String {
         self.admin_call("GET", path).await
     }
