@@ -15,6 +15,9 @@ WASM_BUILD := cargo build --release --lib --target wasm32-wasip1 --locked
 NATIVE_TESTS := $(filter-out e2e,$(basename $(notdir $(wildcard tests/*.rs))) $(patsubst tests/%/main.rs,%,$(wildcard tests/*/main.rs)))
 TEST_STEPS := fmt-check lint unit build validate e2e planted story
 
+# One of each minor version that is maintained or was lately; 1.38.3 of the Python package has no V8.
+VERSIONS ?= 1.36.4 1.37.0 1.38.2 1.39.3 1.40.0
+
 # `make check-config rules.json` and `make check-config FILE=rules.json` are the same.
 ifeq (check-config,$(firstword $(MAKECMDGOALS)))
 CHECKED := $(wordlist 2,$(words $(MAKECMDGOALS)),$(MAKECMDGOALS))
@@ -33,7 +36,7 @@ help: ## list the targets (default)
 	@echo
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@echo
-	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), MINUTES=… SEED=… (chaos), FILE=… (check-config), TARGET=… SECONDS=… (fuzz).'
+	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), MINUTES=… SEED=… (chaos), VERSIONS=… (e2e-matrix), FILE=… (check-config), TARGET=… SECONDS=… (fuzz).'
 
 .PHONY: setup
 setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .tools/
@@ -79,10 +82,9 @@ fmt-check: ## is everything formatted?
 	cargo fmt --check --manifest-path fuzz/Cargo.toml
 
 .PHONY: lint
-lint: ## clippy, native and wasm32, and rustdoc; warnings are errors
+lint: ## clippy, native and wasm32 (where test-hooks are), and rustdoc; warnings are errors
 	@scripts/setup-rust.sh
 	cargo clippy --locked --all-targets -- -D warnings
-	cargo clippy --locked --all-targets --features test-hooks -- -D warnings
 	cargo clippy --locked --lib --target wasm32-wasip1 -- -D warnings
 	cargo clippy --locked --lib --target wasm32-wasip1 --features test-hooks -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --document-private-items
@@ -114,6 +116,10 @@ e2e: setup setup-redis build build-test-hooks ## the tests on a real Envoy; ARGS
 chaos: setup setup-redis build build-test-hooks ## break real processes under load for MINUTES (10), audit, print a table; SEED=… repeats a run's choices
 	ENVOY_PATH=$$(scripts/install-envoy.sh) CHAOS_MINUTES=$(or $(MINUTES),10) CHAOS_SEED=$(SEED) \
 	    cargo test --locked --test e2e chaos::storm -- --nocapture --test-threads 1
+
+.PHONY: e2e-matrix
+e2e-matrix: setup setup-redis build build-test-hooks ## the same on every Envoy in VERSIONS, some minutes each
+	@scripts/e2e-matrix.sh $(VERSIONS) -- $(ARGS)
 
 .PHONY: planted
 planted: setup build build-test-hooks ## does each planted bug turn the tests red?

@@ -96,6 +96,24 @@ const LATE_RESET: &[u8] = b"upstream_reset_after_response_started{";
 const NEVER_CONNECTED: [&[u8]; 4] =
     [b"local_connection_failure", b"remote_connection_failure", b"connection_timeout", b"overflow"];
 
+/// How the details of this filter's own replies begin.
+const OWN_DETAILS: &[u8] = b"idempotency_";
+
+/// The refusals after which this filter has surely forwarded nothing.
+const NOTHING_RAN: [&[u8]; 11] = [
+    b"missing_key",
+    b"invalid_key",
+    b"invalid_scope",
+    b"body_timeout",
+    b"payload_too_large",
+    b"in_flight",
+    b"mismatch",
+    b"store_unavailable",
+    b"store_full",
+    b"execution_unavailable",
+    b"misconfigured",
+];
+
 /// Details of replies made where no host was ever picked.
 const NEVER_ROUTED: [&[u8]; 8] = [
     b"route_not_found",
@@ -177,11 +195,17 @@ pub fn execution_source(facts: &ExecutionFacts<'_>, trust_route_retries: bool) -
     let Some(code_details) = facts.code_details else {
         return match facts.status {
             503 if is_never_connected(facts.body) => ResponseSource::NotSent,
-            504 => ResponseSource::Failed(Reason::Timeout),
-            503 => ResponseSource::Failed(Reason::Reset),
+            503 if facts.body.starts_with(ENVOY_RESET_TEXT) => ResponseSource::Failed(Reason::Reset),
+            504 if ENVOY_TIMEOUT_TEXTS.iter().any(|text| facts.body.starts_with(text)) => {
+                ResponseSource::Failed(Reason::Timeout)
+            }
             _ => ResponseSource::Failed(Reason::Replaced),
         };
     };
+    if let Some(kind) = code_details.strip_prefix(OWN_DETAILS) {
+        // A hop of this filter in the execution listener's chain: it refused, or it says what became of the request.
+        return if NOTHING_RAN.contains(&kind) { ResponseSource::NotSent } else { ResponseSource::Upstream };
+    }
     let facts = ResponseFacts { code_details, attempts: facts.attempts, status: facts.status };
     response_source(&facts, trust_route_retries)
 }

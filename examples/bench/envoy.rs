@@ -290,6 +290,9 @@ fn report() -> Value {
         "mutations": {
             "request_mutations": [{"remove": "x-envoy-internal"}],
             "response_mutations": [
+                {"remove": "x-idempotency-execution-details"},
+                {"remove": "x-idempotency-execution-attempts"},
+                {"remove": "x-idempotency-execution-redirected"},
                 says("x-idempotency-execution-details", "%RESPONSE_CODE_DETAILS%"),
                 says("x-idempotency-execution-attempts", "%UPSTREAM_REQUEST_ATTEMPT_COUNT%"),
                 says("x-idempotency-execution-redirected", "%REQ(x-envoy-original-url)%"),

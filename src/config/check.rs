@@ -298,7 +298,7 @@ fn check_room(rule: &RawRule, detached_bytes: &Field<u64>, problems: &mut Proble
     ) else {
         return;
     };
-    let least = request.saturating_add(*response);
+    let least = request.saturating_add(*response).max(crate::exchange::LEAST_ROOM);
     if *room >= least {
         return;
     }

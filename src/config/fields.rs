@@ -72,6 +72,7 @@ pub(super) struct Object<'a> {
 
 impl<'a> Object<'a> {
     /// Begins to read `json`, which must be an object; `expected` says what it is for.
+    #[inline(never)]
     pub(super) fn begin(json: &'a Json, path: &str, expected: &str, problems: &mut Problems) -> Option<Self> {
         if let Json::Object(members) = json {
             return Some(Self { path: path.to_owned(), members, allowed: Vec::new(), refused: Vec::new() });
@@ -97,6 +98,20 @@ impl<'a> Object<'a> {
         problems: &mut Problems,
         read: impl FnOnce(&Json, &str, &mut Problems) -> Option<T>,
     ) -> Field<T> {
+        match self.member(name, problems) {
+            Field::Absent => Field::Absent,
+            Field::Invalid => Field::Invalid,
+            Field::Given { value: json, path } => match read(json, &path, problems) {
+                Some(value) => Field::Given { value, path },
+                None => Field::Invalid,
+            },
+        }
+    }
+
+    /// The member of that name, in either spelling. Not generic, and never inlined: every setting is read through it,
+    /// and the module that Envoy loads should be small.
+    #[inline(never)]
+    fn member(&mut self, name: &'static str, problems: &mut Problems) -> Field<&'a Json> {
         self.allowed.push(name);
         let mut found = self.spelled(name);
         let Some((spelling, json)) = found.next() else { return Field::Absent };
@@ -110,10 +125,7 @@ impl<'a> Object<'a> {
             problems.refuse(&path, message);
             return Field::Invalid;
         }
-        match read(json, &path, problems) {
-            Some(value) => Field::Given { value, path },
-            None => Field::Invalid,
-        }
+        Field::Given { value: json, path }
     }
 
     /// Refuses a known name for `reason`, and says whether it was given.
@@ -140,6 +152,7 @@ impl<'a> Object<'a> {
     }
 
     /// Refuses every member that was not asked for.
+    #[inline(never)]
     pub(super) fn finish(self, problems: &mut Problems) {
         for spelling in self.others() {
             let message = match nearest(spelling, &self.allowed) {
@@ -201,6 +214,7 @@ pub(super) fn report<T>(parsed: Result<T, String>, path: &str, problems: &mut Pr
 }
 
 /// The common form of a refusal.
+#[inline(never)]
 pub(super) fn got(json: &Json, expected: &str) -> String {
     format!("got {}, expected {expected}", json.excerpt())
 }

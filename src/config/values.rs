@@ -81,8 +81,13 @@ pub(super) fn duration(min: Duration) -> impl Fn(&Json) -> Result<Duration, Stri
 
 /// A duration within `span`, exact or refused.
 pub(super) fn duration_of(span: Span) -> impl Fn(&Json) -> Result<Duration, String> {
-    let within = move |value: &Duration| (span.least..=span.most).contains(value);
-    move |json| {
+    move |json| read_duration(json, &span)
+}
+
+#[inline(never)]
+fn read_duration(json: &Json, span: &Span) -> Result<Duration, String> {
+    let within = |value: &Duration| (span.least..=span.most).contains(value);
+    {
         let expected = || {
             format!(
                 "a whole number and a unit (ms, s, m or h) from \"{}\" to \"{}\", such as \"{}\"",
@@ -132,19 +137,21 @@ pub(super) fn shown(duration: Duration) -> String {
     format!("{millis}ms")
 }
 
-/// One of several words. `None` marks a word whose feature isn't there yet.
+/// One of several words.
 pub(super) fn choice<T: Copy>(words: &[(&str, T)]) -> impl Fn(&Json) -> Result<T, String> {
-    move |json| {
-        let all: Vec<_> = words.iter().map(|(word, _)| *word).collect();
-        let expected = match all.as_slice() {
-            [first @ .., last] if !first.is_empty() => format!("\"{}\" or \"{last}\"", first.join("\", \"")),
-            all => format!("\"{}\"", all.join("\", \"")),
-        };
-        match words.iter().find(|(word, _)| matches!(json, Json::Text(text) if text == word)) {
-            Some((_, value)) => Ok(*value),
-            None => Err(got(json, &expected)),
-        }
+    move |json| match words.iter().find(|(word, _)| matches!(json, Json::Text(text) if text == word)) {
+        Some((_, value)) => Ok(*value),
+        None => Err(none_of(json, &words.iter().map(|(word, _)| *word).collect::<Vec<_>>())),
     }
+}
+
+#[inline(never)]
+fn none_of(json: &Json, words: &[&str]) -> String {
+    let expected = match words {
+        [first @ .., last] if !first.is_empty() => format!("\"{}\" or \"{last}\"", first.join("\", \"")),
+        all => format!("\"{}\"", all.join("\", \"")),
+    };
+    got(json, &expected)
 }
 
 /// Text of `min..=max` bytes without control characters.

@@ -20,7 +20,7 @@ use crate::outcome::{
 };
 use crate::record::Reason;
 use crate::reply::problem::{Problem, REFUSAL_HEADER};
-use crate::reply::replay::{HopByHop, PROTECTION_HEADER, is_kept_by_tombstones};
+use crate::reply::replay::{HopByHop, PROTECTION_HEADER, is_execution_report, is_kept_by_tombstones};
 use crate::reply::{LocalReply, fit_a_reply};
 use crate::store::{Hold, Write};
 
@@ -34,9 +34,15 @@ pub const REDIRECTED_HEADER: &str = "x-idempotency-execution-redirected";
 /// How much earlier than asked for a callout's time-out may come.
 const TIMER_SLACK: Duration = Duration::from_millis(50);
 
+/// What an execution takes at least of the worker's memory, in bytes: its header lines, its state.
+pub const LEAST_ROOM: u64 = 1024;
+
 /// Names that are not sent to the execution listener: what only this filter says, and what would tell Envoy's routers
 /// how to retry or how long to wait. The router of the callout itself obeys these, too.
-const NOT_SENT: [&[u8]; 20] = [
+const NOT_SENT: [&[u8]; 23] = [
+    DETAILS_HEADER.as_bytes(),
+    ATTEMPTS_HEADER.as_bytes(),
+    REDIRECTED_HEADER.as_bytes(),
     b"x-idempotency-attempt",
     b"idempotency-protection",
     b"content-length",
@@ -141,7 +147,7 @@ impl Exchange {
             effects.push(Effect::Count(Counter::DetachedInline));
             return forward(request, hold, protected, asked_at, now, effects);
         }
-        let bytes = request.body_bytes.saturating_add(request.rule.max_response_body_bytes);
+        let bytes = request.body_bytes.saturating_add(request.rule.max_response_body_bytes).max(LEAST_ROOM);
         let Some(room) = self.worker.detached.reserve(bytes) else {
             effects.push(Effect::Outbox { hold, write: Write::Release, rule: request.rule.clone() });
             effects.push(Effect::Count(Counter::ReleasedNotSent));
@@ -207,27 +213,38 @@ impl Exchange {
                     request_origin.as_deref(),
                     effects,
                 );
-                let not_sent = outcome == Outcome::NotSent && headers.first(DETAILS_HEADER).is_none();
-                let reply = if not_sent || outcome_is_loop(headers) {
-                    effects.push(Effect::Count(Counter::ExecutionUnavailable));
-                    self.problem(Problem::ExecutionUnavailable)
-                } else {
-                    let reply = body.and_then(|body| deliver(headers, body, protected));
-                    reply.unwrap_or_else(|| {
-                        let kept = headers.iter().filter(|(name, _)| is_kept_by_tombstones(name));
-                        let kept = kept.map(|(name, value)| (name.to_vec(), value.to_vec())).collect();
-                        self.problem(Problem::ResponseNotKept { status: status_of(headers), headers: kept })
-                    })
+                let on_the_way = headers.first(DETAILS_HEADER).is_none();
+                let reply = match outcome {
+                    Outcome::NotSent if on_the_way || is_refused_by_a_hop(headers) || body.is_none() => {
+                        effects.push(Effect::Count(Counter::ExecutionUnavailable));
+                        self.problem(Problem::ExecutionUnavailable)
+                    }
+                    // Envoy gave the callout up: it made the answer.
+                    Outcome::Failed(reason @ (Reason::Timeout | Reason::Reset)) if on_the_way => {
+                        self.problem(Problem::NoAnswer { reason })
+                    }
+                    Outcome::Completed | Outcome::NotProcessed | Outcome::NotSent | Outcome::Failed(_) => {
+                        body.and_then(|body| deliver(headers, body, protected)).unwrap_or_else(|| {
+                            let kept = headers.iter().filter(|(name, _)| is_kept_by_tombstones(name));
+                            let kept = kept.map(|(name, value)| (name.to_vec(), value.to_vec())).collect();
+                            self.problem(Problem::ResponseNotKept {
+                                status: status_of(headers),
+                                headers: kept,
+                            })
+                        })
+                    }
                 };
                 (outcome, response, reply)
             }
         };
         let waits = held.rule.commit == Commit::BeforeResponseEnd;
         let mut saving = Self::begin_end(held, outcome, response, effects);
+        // What was read stays in memory until the store has it.
+        saving.room = Some(room);
         saving.delivery = if !client_waits {
             Delivery::Nobody
         } else if waits {
-            Delivery::After(reply, room)
+            Delivery::After(reply)
         } else {
             Delivery::Before(self.deliver_now(reply, effects))
         };
@@ -255,9 +272,13 @@ impl Exchange {
         let known = |name| headers.first(name).filter(|value| !matches!(*value, b"" | b"-"));
         let facts = ExecutionFacts {
             code_details: known(DETAILS_HEADER),
-            attempts: known(ATTEMPTS_HEADER)
-                .and_then(|value| std::str::from_utf8(value).ok())
-                .and_then(|value| value.parse().ok()),
+            // What the listener does not tell is no proof of anything.
+            attempts: known(DETAILS_HEADER).map(|_| {
+                known(ATTEMPTS_HEADER)
+                    .and_then(|value| std::str::from_utf8(value).ok())
+                    .and_then(|value| value.parse().ok())
+                    .unwrap_or(u64::MAX)
+            }),
             status,
             body: body.unwrap_or_default(),
         };
@@ -268,22 +289,33 @@ impl Exchange {
             held.ran_before = Some(Reason::Redirected);
         }
         let source = execution_source(&facts, held.rule.trust_route_retries);
-        if outcome_is_loop(headers) {
-            effects.push(Effect::Warn(Warning::ExecutionLoops));
-        } else if facts.code_details.is_none() {
-            let unreachable = matches!(source, ResponseSource::NotSent);
-            let warning =
-                if unreachable { Warning::ExecutionUnreachable } else { Warning::ExecutionDetailsMissing };
-            effects.push(Effect::Warn(warning));
-        }
+        let warning = match (facts.code_details, source) {
+            (Some(_), ResponseSource::NotSent) if is_refused_by_a_hop(headers) => {
+                Some(Warning::ExecutionLoops)
+            }
+            (None, ResponseSource::NotSent) => Some(Warning::ExecutionUnreachable),
+            (None, ResponseSource::Failed(Reason::Replaced)) => Some(Warning::ExecutionDetailsMissing),
+            (Some(_), _) if known(ATTEMPTS_HEADER).is_none() => Some(Warning::ExecutionDetailsMissing),
+            (Some(_) | None, _) => None,
+        };
+        effects.extend(warning.map(Effect::Warn));
         match source {
             ResponseSource::NotSent => return (Outcome::NotSent, None),
             ResponseSource::Failed(reason) => return (Outcome::Failed(reason), None),
             ResponseSource::Upstream => {}
         }
-        let body = if has_trailers { None } else { body };
         let telltale = facts.body.get(..TELLTALE_BYTES).unwrap_or(facts.body);
-        let outcome = upstream_outcome(&held.rule, status, headers.first(REFUSAL_HEADER), telltale);
+        let refusal = headers.first(REFUSAL_HEADER);
+        let outcome = match upstream_outcome(&held.rule, status, refusal, telltale) {
+            // Unread, it may be the text of a proxy that lost the request.
+            Outcome::NotProcessed if body.is_none() && refusal.is_none() => {
+                Outcome::Failed(Reason::Intermediary)
+            }
+            frozen @ (Outcome::Completed | Outcome::NotProcessed | Outcome::NotSent | Outcome::Failed(_)) => {
+                frozen
+            }
+        };
+        let body = if has_trailers { None } else { body };
         (outcome, self.keep_whole(&held.rule, status, headers, body, request_origin))
     }
 
@@ -293,17 +325,17 @@ impl Exchange {
     }
 }
 
-/// The lines that go to the execution listener, in order; `None` when the map is no request's.
+/// The lines that go to the execution listener, in order; `None` when the map is no request's, or not text.
 ///
 /// Hop-by-hop lines end here (RFC 9110 section 7.6.1). The callout sets the length of a body; of a request without
-/// one, the client's own stays.
+/// one, the client's own stays. `attempt` is given from the second on.
 #[must_use]
-pub fn execution_lines(
-    headers: &HeaderBlock,
-    attempt: u32,
+pub fn execution_lines<'a>(
+    headers: &'a HeaderBlock,
+    attempt: Option<&'a str>,
     protected: bool,
     has_body: bool,
-) -> Option<Vec<(String, String)>> {
+) -> Option<Vec<(&'a str, &'a str)>> {
     headers.first(":path")?;
     let hop_by_hop = HopByHop::of(headers);
     let mut lines = Vec::with_capacity(headers.len());
@@ -312,30 +344,26 @@ pub fn execution_lines(
         if hop_by_hop.has(name) || (NOT_SENT.contains(&name) && !empty_length) {
             continue;
         }
-        let text = |bytes: &[u8]| std::str::from_utf8(bytes).ok().map(str::to_owned);
-        lines.push((text(name)?, text(value)?));
+        lines.push((std::str::from_utf8(name).ok()?, std::str::from_utf8(value).ok()?));
     }
-    if attempt > 1 {
-        lines.push((ATTEMPT_HEADER.to_owned(), attempt.to_string()));
-    }
+    lines.extend(attempt.map(|attempt| (ATTEMPT_HEADER, attempt)));
     if !protected {
-        lines.push((PROTECTION_HEADER.to_owned(), "none".to_owned()));
+        lines.push((PROTECTION_HEADER, "none"));
     }
     Some(lines)
 }
 
 /// The upstream's answer as the client gets it; `None` when its lines don't fit a reply.
 fn deliver(headers: &HeaderBlock, body: Vec<u8>, protected: bool) -> Option<LocalReply> {
-    const REMOVED: [&[u8]; 4] = [
-        b"content-length",
-        DETAILS_HEADER.as_bytes(),
-        ATTEMPTS_HEADER.as_bytes(),
-        REDIRECTED_HEADER.as_bytes(),
-    ];
     let hop_by_hop = HopByHop::of(headers);
     let mut lines: Vec<_> = headers
         .iter()
-        .filter(|(name, _)| !name.starts_with(b":") && !REMOVED.contains(name) && !hop_by_hop.has(name))
+        .filter(|(name, _)| {
+            !name.starts_with(b":")
+                && *name != b"content-length"
+                && !is_execution_report(name)
+                && !hop_by_hop.has(name)
+        })
         .collect();
     if !protected {
         lines.retain(|(name, _)| *name != PROTECTION_HEADER.as_bytes());
@@ -361,8 +389,8 @@ fn status_of(headers: &HeaderBlock) -> u16 {
         .unwrap_or(502)
 }
 
-/// The execution listener has this filter in it, which met its own claim or another refusal.
-fn outcome_is_loop(headers: &HeaderBlock) -> bool {
+/// The execution listener has this filter in it, which answered: most likely, it met the claim of this very request.
+fn is_refused_by_a_hop(headers: &HeaderBlock) -> bool {
     headers.first(DETAILS_HEADER).is_some_and(|details| details.starts_with(b"idempotency_"))
 }
 
@@ -372,11 +400,17 @@ mod tests {
 
     #[test]
     fn what_goes_to_the_execution_listener_is_the_request_without_what_ends_here_or_steers_a_router() {
-        let sent = |headers: &[(&str, &str)], attempt, protected, has_body| {
+        let sent = |headers: &[(&str, &str)], attempt: u32, protected, has_body| {
+            let attempt = (attempt > 1).then(|| attempt.to_string());
             let pseudo = [(":method", "POST"), (":path", "/pay"), (":authority", "a.example")];
             let block = HeaderBlock::from_pairs(pseudo.iter().chain(headers).copied());
-            let lines = execution_lines(&block, attempt, protected, has_body).unwrap();
-            lines.into_iter().skip(3).map(|(name, value)| name + "=" + &value).collect::<Vec<_>>().join(" ")
+            let lines = execution_lines(&block, attempt.as_deref(), protected, has_body).unwrap();
+            lines
+                .into_iter()
+                .skip(3)
+                .map(|(name, value)| format!("{name}={value}"))
+                .collect::<Vec<_>>()
+                .join(" ")
         };
         let plain = [("idempotency-key", "k"), ("x", "1"), ("y", ""), ("x", "2")];
         assert_eq!(sent(&plain, 1, true, true), "idempotency-key=k x=1 y= x=2");
@@ -407,9 +441,9 @@ mod tests {
 
     #[test]
     fn a_map_that_is_no_request_or_no_text_is_not_sent() {
-        assert!(execution_lines(&HeaderBlock::from_pairs([("x", "1")]), 1, true, true).is_none());
+        assert!(execution_lines(&HeaderBlock::from_pairs([("x", "1")]), None, true, true).is_none());
         let lines: [(&[u8], &[u8]); 2] = [(b":path", b"/"), (b"x", b"caf\xe9")];
         let block = HeaderBlock::parse(crate::headers::serialize_pairs(&lines)).unwrap();
-        assert!(execution_lines(&block, 1, true, true).is_none());
+        assert!(execution_lines(&block, None, true, true).is_none());
     }
 }

@@ -48,7 +48,8 @@ use std::time::Duration;
 
 pub use budget::{Budget, Reservation};
 pub use detached::{
-    ATTEMPTS_HEADER, DETAILS_HEADER, ExecutionAnswer, NotDispatched, REDIRECTED_HEADER, execution_lines,
+    ATTEMPTS_HEADER, DETAILS_HEADER, ExecutionAnswer, LEAST_ROOM, NotDispatched, REDIRECTED_HEADER,
+    execution_lines,
 };
 pub use effect::{Effect, StoreOp, Warning};
 pub use event::{Event, StoreAnswer};

@@ -64,6 +64,8 @@ pub(super) struct Saving {
     write: Write,
     waits_for_renewal: bool,
     pub(super) delivery: Delivery,
+    /// Bytes of a detached execution's request and answer.
+    pub(super) room: Option<Reservation>,
 }
 
 /// How the client gets the answer whose record is being written.
@@ -72,7 +74,7 @@ pub(super) enum Delivery {
     /// Envoy passes it on; its end waits for the record, or not.
     Stream { holds_response: bool },
     /// The filter sends it once the record is written.
-    After(LocalReply, Reservation),
+    After(LocalReply),
     /// The filter sent it: its own lines, until Envoy has made a head of them.
     Before(Option<HeaderBlock>),
     /// The client is gone.
@@ -85,18 +87,18 @@ impl Delivery {
             Self::Stream { holds_response: true } => Gate::HoldResponse,
             Self::Stream { holds_response: false } => Gate::Pass,
             // What was executed detached never goes on by itself.
-            Self::After(..) | Self::Before(_) | Self::Nobody => Gate::HoldRequest,
+            Self::After(_) | Self::Before(_) | Self::Nobody => Gate::HoldRequest,
         }
     }
 
     pub(super) const fn wants_response_head(&self) -> bool {
-        matches!(self, Self::After(..) | Self::Before(Some(_)))
+        matches!(self, Self::After(_) | Self::Before(Some(_)))
     }
 
     pub(super) fn lose_client(&mut self) {
         *self = match self {
             Self::Stream { .. } => Self::Stream { holds_response: false },
-            Self::After(..) | Self::Before(_) | Self::Nobody => Self::Nobody,
+            Self::After(_) | Self::Before(_) | Self::Nobody => Self::Nobody,
         };
     }
 }
@@ -433,7 +435,7 @@ impl Exchange {
         if !renewing {
             effects.push(Effect::Store(StoreOp::End(hold, write.clone())));
         }
-        Saving { hold, rule, write, waits_for_renewal: renewing, delivery: Delivery::Nobody }
+        Saving { hold, rule, write, waits_for_renewal: renewing, delivery: Delivery::Nobody, room: None }
     }
 }
 
@@ -457,7 +459,7 @@ impl Saving {
             Delivery::Stream { .. } => effects.push(Effect::Count(Counter::UnexpectedEvents)),
             Delivery::Before(own) => replace_head(own.take(), headers, effects),
             // Envoy's own reply: the client is answered.
-            Delivery::After(..) | Delivery::Nobody => self.delivery.lose_client(),
+            Delivery::After(_) | Delivery::Nobody => self.delivery.lose_client(),
         }
     }
 }
@@ -469,7 +471,7 @@ impl Exchange {
         answer: Result<WriteReply, StoreError>,
         effects: &mut Vec<Effect>,
     ) -> State {
-        let Saving { hold, rule, write, delivery, .. } = saving;
+        let Saving { hold, rule, write, delivery, room: _room, .. } = saving;
         match answer {
             Ok(WriteReply::Applied) => {}
             Ok(WriteReply::AppliedAsTombstone) => effects.push(Effect::Count(Counter::Tombstones)),
@@ -482,7 +484,7 @@ impl Exchange {
         effects.push(Effect::ClaimEnded);
         match delivery {
             Delivery::Stream { .. } => State::Done,
-            Delivery::After(reply, _room) => self.send(reply, effects),
+            Delivery::After(reply) => self.send(reply, effects),
             Delivery::Before(own) => State::Replying(own),
             Delivery::Nobody => State::Spent,
         }

@@ -29,7 +29,9 @@ struct Queued {
 
 /// A held request as the execution listener gets it.
 pub struct HeldRequest {
-    lines: Vec<(String, String)>,
+    headers: HeaderBlock,
+    attempt: Option<String>,
+    protected: bool,
     body: Vec<u8>,
 }
 
@@ -43,8 +45,8 @@ impl HeldRequest {
         if body.len() != length {
             return None;
         }
-        let lines = execution_lines(&headers, attempt, protected, length > 0)?;
-        Some(Self { lines, body })
+        let attempt = (attempt > 1).then(|| attempt.to_string());
+        Some(Self { headers, attempt, protected, body })
     }
 }
 
@@ -81,8 +83,10 @@ impl Executions {
     }
 
     fn send(&self, request: &HeldRequest, timeout: Duration) -> Result<u32, NotDispatched> {
-        let lines = request.lines.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-        let body = (!request.body.is_empty()).then_some(request.body.as_slice());
+        let HeldRequest { headers, attempt, protected, body } = request;
+        let lines = execution_lines(headers, attempt.as_deref(), *protected, !body.is_empty())
+            .ok_or(NotDispatched::Unreadable)?;
+        let body = (!body.is_empty()).then_some(body.as_slice());
         proxy_wasm::hostcalls::dispatch_http_call(&self.cluster, lines, body, Vec::new(), timeout).map_err(
             |status| {
                 if status == proxy_wasm::types::Status::BadArgument {

@@ -41,6 +41,8 @@ const MAX_SPILL: usize = 1 << 20;
 const SPILL_TRIES: u32 = 64;
 /// How often a root looks for what others left.
 const SPILL_LOOK_PAUSE: Duration = Duration::from_millis(500);
+/// Rounds in which a root that goes ends what its callouts carried; each ends at least one step of every exchange.
+const MOST_FAREWELLS: u32 = 8;
 /// Rounds of answers and callouts in one callback; the tick takes up what is left.
 const MOST_ROUNDS: u32 = 64;
 /// Duplicates that wait are polled this often at first.
@@ -388,32 +390,18 @@ impl Shared {
     fn finish(&self) {
         let now = Self::now();
         self.expire_handovers(now.after(HANDOVER_WAIT));
-        // The host cancels the callouts: whether they had taken effect, nobody will tell.
-        let (queued, running) = self.executions.abandon();
-        for (streams, never_left) in [(queued, true), (running, false)] {
-            for stream in streams {
-                if let Ok(mut stream) = stream.try_borrow_mut() {
-                    let answer = if never_left {
-                        ExecutionAnswer::NotDispatched(NotDispatched::RootGone)
-                    } else {
-                        ExecutionAnswer::Unanswered
-                    };
-                    stream.handle(self, Event::Executed(answer), now, Acting::Nobody);
-                }
+        if let Backend::Redis(link) = &self.backend
+            && let Ok(link) = link.try_borrow()
+        {
+            self.metrics.shift(Gauge::RedisEvicting, -i64::from(link.is_evicting()));
+        }
+        // What ends here may ask for more: an end that waited for a renewal, an execution after a claim.
+        for _ in 0..MOST_FAREWELLS {
+            if !self.cancel_callouts(now) {
+                break;
             }
         }
         self.show_detached();
-        if let Backend::Redis(link) = &self.backend {
-            // The host cancels its callouts: what they carried may have been executed, and goes to the next root.
-            let waiting = link.try_borrow_mut().map(|mut link| {
-                self.metrics.shift(Gauge::RedisEvicting, -i64::from(link.is_evicting()));
-                link.abandon()
-            });
-            let waiting = waiting.unwrap_or_default();
-            for pending in waiting {
-                self.deliver(pending, Answer::NotSent, now);
-            }
-        }
         if let Ok(mut outbox) = self.outbox.try_borrow_mut() {
             outbox.hurry(now);
         }
@@ -428,6 +416,33 @@ impl Shared {
             }
             self.shift_outbox(before, 0);
         }
+    }
+
+    /// The host cancels the callouts: what they carried may have taken effect, nobody will tell. Says whether there was
+    /// any.
+    fn cancel_callouts(&self, now: Timestamp) -> bool {
+        let (queued, running) = self.executions.abandon();
+        let waiting = match &self.backend {
+            Backend::SharedData(_) => Vec::new(),
+            Backend::Redis(link) => link.try_borrow_mut().map(|mut link| link.abandon()).unwrap_or_default(),
+        };
+        let any = !(queued.is_empty() && running.is_empty() && waiting.is_empty());
+        for (streams, never_left) in [(queued, true), (running, false)] {
+            for stream in streams {
+                if let Ok(mut stream) = stream.try_borrow_mut() {
+                    let answer = if never_left {
+                        ExecutionAnswer::NotDispatched(NotDispatched::RootGone)
+                    } else {
+                        ExecutionAnswer::Unanswered
+                    };
+                    stream.handle(self, Event::Executed(answer), now, Acting::Nobody);
+                }
+            }
+        }
+        for pending in waiting {
+            self.deliver(pending, Answer::NotSent, now);
+        }
+        any
     }
 
     /// Takes over what another root of the same store left. Costs one look at shared data.

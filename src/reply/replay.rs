@@ -33,6 +33,9 @@ const DROPPED: [&[u8]; 13] = [
 
 const ENVOYS_OWN: &[u8] = b"x-envoy-";
 
+/// What an execution listener tells this filter, and nobody else.
+const EXECUTION_REPORT: &[u8] = b"x-idempotency-execution-";
+
 const DROPPED_PREFIXES: [&[u8]; 3] = [ENVOYS_OWN, b"proxy-", b"ratelimit"];
 
 /// Lines that a tombstone keeps: how the client finds what was made.
@@ -93,8 +96,14 @@ impl HopByHop {
     }
 }
 
+/// Whether a line is for this filter alone. No setting keeps it.
+#[must_use]
+pub fn is_execution_report(name: &[u8]) -> bool {
+    name.starts_with(EXECUTION_REPORT)
+}
+
 fn is_kept(name: &[u8], hop_by_hop: &HopByHop, rule: &Rule) -> bool {
-    if name.starts_with(b":") {
+    if name.starts_with(b":") || is_execution_report(name) {
         return false;
     }
     let listed = |list: &[String]| list.iter().any(|entry| entry.as_bytes() == name);

@@ -87,7 +87,16 @@ async fn gauges_are_zero(envoy: &Envoy) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_detached_request_is_executed_once_answered_and_replayed() {
     let origin = Origin::start().await;
-    origin.on("/", Behaviour::func(|_, _| async { Reply::echo(201).header("x-made", "1") }));
+    origin.on(
+        "/",
+        Behaviour::func(|_, _| async {
+            Reply::echo(201)
+                .header("x-made", "1")
+                // An upstream that speaks for the execution listener, or echoes what it gets, is not heard.
+                .header("x-idempotency-execution-redirected", "/forged")
+                .header("x-idempotency-execution-details", "idempotency_in_flight")
+        }),
+    );
     for (store, envoy, _redis) in on_each_store(&origin, json!({}), |builder| builder).await {
         for (proto, commit) in [(Protocol::Http1, "a"), (Protocol::Http2, "b")] {
             let what = format!("{store} {proto:?} {commit}");
@@ -101,6 +110,10 @@ async fn a_detached_request_is_executed_once_answered_and_replayed() {
             );
             let again = send(&envoy, proto, &pay(&key)).await;
             assert_eq!((again.status, &again.body, was_replayed(&again)), (201, &first.body, true), "{what}");
+            assert!(
+                !again.headers.iter().any(|(name, _)| name.starts_with(b"x-idempotency")),
+                "{what}: {again:?}"
+            );
             let other = send(&envoy, proto, &pay(&key).body("amount=2")).await;
             assert_eq!(kind(&other), problem(422, "mismatch"), "{what}");
             assert_eq!(origin.executions_of(&key), 1, "{what}");
@@ -452,6 +465,45 @@ async fn a_listener_update_lets_executions_end_or_marks_them_as_failed() {
     }
 }
 
+/// A renewal hangs in Redis as the root goes: the end that waited for it is left to the next root all the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_renewal_that_is_out_as_the_root_goes_loses_no_end() {
+    let origin = Origin::start().await;
+    let redis = Redis::start().await;
+    let plugin = |replay_header: &str| {
+        let rule = json!({"lock_ttl": "6s", "on_abandoned": "takeover", "replay_header": replay_header});
+        let mut plugin = in_redis(detached_plugin(rule));
+        plugin["store"]["redis"]["timeout"] = json!("1500ms");
+        plugin
+    };
+    let builder = builder(&origin, plugin("x-first")).workers(1).drain_time_s(1);
+    let mut envoy =
+        with_link(builder, redis.addr(), &json!({"settings": {"op_timeout": "0.7s"}})).start().await;
+    let barrier = Barrier::new();
+    origin.on("/held", Behaviour::BarrierEcho(barrier.clone()));
+    let key = unique_key();
+    let request = Request::post("/held").key(&key).body("amount=1");
+    let pending = Client::connect(envoy.addr(), Protocol::Http1).await.start(&request).await.unwrap();
+    barrier.wait_arrived(1, PATIENCE).await;
+    let claimed = Instant::now();
+    pending.abort();
+    envoy.wait_access_log(|line| line.contains("/held"), PATIENCE).await;
+    // The lease is renewed after 2 s; from then on one renewal after the other hangs.
+    redis.pause();
+    poll_until(PATIENCE, "a renewal is out", async || {
+        (claimed.elapsed() > Duration::from_millis(2200)).then_some(())
+    })
+    .await;
+    envoy.reload_listener(plugin("x-second")).await.unwrap();
+    envoy.wait_drained(PATIENCE).await;
+    redis.resume();
+    let failed = settled(&envoy, Protocol::Http1, &request).await;
+    assert_eq!(kind(&failed), problem(424, "failed"), "{failed:?}");
+    assert_eq!(failed.json()["reason"], "reset");
+    barrier.open();
+    assert_eq!(origin.executions_of(&key), 1);
+}
+
 /// Mistakes in the execution listener refuse requests before they run, and the log names each.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_missing_unknown_or_looping_execution_listener_is_refused_and_named() {
@@ -632,7 +684,11 @@ async fn an_execution_without_a_whole_answer_is_unknown() {
             poll_until(PATIENCE, "the execution", async || (origin.executions_of(&key) == 1).then_some(()))
                 .await;
             if client_stays {
-                assert_eq!(pending.finish().await.unwrap().status, status, "{what}");
+                let told = pending.finish().await.unwrap();
+                assert_eq!(told.status, status, "{what}: {told:?}");
+                // The upstream's own listener answers for a reset; for the rest there is only the filter.
+                let own = (reason != "reset" || status == 502).then(|| "failed".to_owned());
+                assert_eq!(told.problem_type(), own, "{what}: {told:?}");
             } else {
                 pending.abort();
             }

@@ -226,10 +226,7 @@ async fn inline_and_detached_look_the_same_to_both_sides() {
                 (retry.status, retry.problem_type()),
                 "{what}"
             );
-            assert_eq!(
-                inline_retry.header_lines("idempotent-replayed"),
-                retry.header_lines("idempotent-replayed")
-            );
+            assert_eq!(lines(&inline_retry), lines(&retry), "{what}: the retry");
             assert_eq!(origin.executions_of(&inline_key), origin.executions_of(&key), "{what}");
             match (inline_seen, seen) {
                 (None, None) => assert_eq!(case.executions, 0, "{what}"),

@@ -171,7 +171,11 @@ fn what_is_known_of_the_execution_decides_as_inline() {
         ("via_upstream", "2", "503", "-", "424 failed"),
         ("via_upstream", "1", "503", "http://a.example/first", "424 failed"),
         ("via_upstream", "1", "500", "", "424 failed"),
-        ("route_not_found", "-", "404", "-", "free"),
+        ("route_not_found", "0", "404", "-", "free"),
+        // Told half, nothing is proven.
+        ("route_not_found", "-", "404", "-", "424 failed"),
+        ("stream_idle_timeout", "", "408", "-", "424 failed"),
+        ("stream_idle_timeout", "many", "408", "-", "424 failed"),
         ("route_not_found", "0", "404", "/first", "424 failed"),
         (connect, "1", "503", "-", "free"),
         (connect, "2", "503", "-", "424 failed"),
@@ -187,7 +191,13 @@ fn what_is_known_of_the_execution_decides_as_inline() {
     }
     // This filter, behind itself: nothing ran, and the client may come again.
     let refused = (503, "free".to_owned());
-    assert_eq!(answered("idempotency_in_flight", "-", "409", "{}", "-"), refused);
+    for details in ["idempotency_in_flight", "idempotency_store_unavailable", "idempotency_mismatch"] {
+        assert_eq!(answered(details, "0", "409", "{}", "-"), refused, "{details}");
+    }
+    // One that ran it, or replays, in a key space of its own: its answer is the upstream's.
+    for details in ["idempotency_executed", "idempotency_replayed"] {
+        assert_eq!(answered(details, "0", "201", "{}", "-"), (201, "201 replay".to_owned()), "{details}");
+    }
 }
 
 /// What lacks its details was made on the way to the execution listener, or by one that doesn't tell.
@@ -200,9 +210,10 @@ fn an_answer_without_details_proves_only_a_missing_connection() {
     for (status, body, told, free) in [
         ("503", connect, 503, true),
         ("503", "no healthy upstream", 503, true),
-        ("503", reset, 503, false),
+        ("503", reset, 502, false),
         ("503", "busy", 503, false),
         ("504", "upstream request timeout", 504, false),
+        ("504", "slow", 504, false),
         ("200", "made", 200, false),
         ("404", connect, 404, false),
     ] {
@@ -255,10 +266,10 @@ fn what_never_left_is_free_again() {
 #[test]
 fn without_room_nothing_runs_and_the_claim_is_given_back() {
     let rule = json!({"execution": "detached", "execute_timeout": "10s",
-        "max_request_body_bytes": 100, "max_response_body_bytes": 100});
-    let mut world = World::with(json!({"execute_cluster": "e", "limits": {"detached_bytes": 200}}), rule);
+        "max_request_body_bytes": 1000, "max_response_body_bytes": 2000});
+    let mut world = World::with(json!({"execute_cluster": "e", "limits": {"detached_bytes": 4000}}), rule);
     let mut first = world.post("amount=1");
-    assert_eq!(world.worker.detached.taken(), 108);
+    assert_eq!(world.worker.detached.taken(), 2008);
     let other = world.request(&[("idempotency-key", "other"), ("x-account-id", "alice")], "amount=1");
     assert!(other.refused_as(503, "execution-unavailable") && other.executing.is_none());
     world.flush_outbox();
@@ -272,12 +283,17 @@ fn without_room_nothing_runs_and_the_claim_is_given_back() {
 #[test]
 fn an_answer_beyond_its_room_is_not_read_and_leaves_a_tombstone() {
     let rule = json!({"execution": "detached", "execute_timeout": "10s",
-        "max_request_body_bytes": 100, "max_response_body_bytes": 100});
-    let mut world = World::with(json!({"execute_cluster": "e", "limits": {"detached_bytes": 250}}), rule);
+        "max_request_body_bytes": 1000, "max_response_body_bytes": 2000});
+    let mut world = World::with(json!({"execute_cluster": "e", "limits": {"detached_bytes": 3000}}), rule);
     let mut trip = world.post("amount=1");
-    assert!(trip.exchange.make_room(100) && trip.exchange.make_room(150));
-    assert!(!trip.exchange.make_room(300));
-    let headers = [(":status", "201"), (DETAILS_HEADER, "via_upstream"), ("location", "/pay/1")];
+    assert!(trip.exchange.make_room(2000) && trip.exchange.make_room(2900));
+    assert!(!trip.exchange.make_room(3000));
+    let headers = [
+        (":status", "201"),
+        (DETAILS_HEADER, "via_upstream"),
+        (ATTEMPTS_HEADER, "1"),
+        ("location", "/pay/1"),
+    ];
     let headers = idempotency::headers::HeaderBlock::from_pairs(headers);
     let answer = ExecutionAnswer::Answered { headers: &headers, body: None, has_trailers: false };
     world.feed(&mut trip, Event::Executed(answer));
@@ -287,11 +303,50 @@ fn an_answer_beyond_its_room_is_not_read_and_leaves_a_tombstone() {
     }
 }
 
+/// Unread, a 503 may be a proxy's for a request that ran.
+#[test]
+fn a_release_status_whose_body_was_not_read_frees_nothing() {
+    let mut world = world(json!({}));
+    let mut trip = world.post("amount=1");
+    let headers = [(":status", "503"), (DETAILS_HEADER, "via_upstream"), (ATTEMPTS_HEADER, "1")];
+    let headers = idempotency::headers::HeaderBlock::from_pairs(headers);
+    let answer = ExecutionAnswer::Answered { headers: &headers, body: None, has_trailers: false };
+    world.feed(&mut trip, Event::Executed(answer));
+    assert!(trip.refused_as(409, "response-not-kept"));
+    assert!(world.post("amount=1").refused_as(424, "failed"));
+}
+
+/// What the execution listener tells is for the filter alone, and no setting keeps it.
+#[test]
+fn a_replay_carries_nothing_of_the_report() {
+    let mut world = world(json!({"keep_response_headers": [DETAILS_HEADER, "x-made"]}));
+    let mut trip = world.post("amount=1");
+    world.executed_with(&mut trip, "201", "made");
+    for trip in [&trip, &world.post("amount=1")] {
+        assert_eq!(trip.reply_header("x-made").as_deref(), Some("1"));
+        for name in [DETAILS_HEADER, ATTEMPTS_HEADER, REDIRECTED_HEADER] {
+            assert_eq!(trip.reply_header(name), None, "{name}");
+        }
+    }
+}
+
+/// A small execution takes room as well: many of them are bounded.
+#[test]
+fn an_execution_without_a_body_takes_room() {
+    let rule = json!({"execution": "detached", "execute_timeout": "10s",
+        "max_request_body_bytes": 0, "max_response_body_bytes": 0});
+    let mut world = World::with(json!({"execute_cluster": "e", "limits": {"detached_bytes": 2047}}), rule);
+    let headers = |key| [("idempotency-key", key), ("x-account-id", "alice")];
+    let first = world.head(&headers("one"), true);
+    assert!(first.executing.is_some());
+    assert!(world.head(&headers("two"), true).refused_as(503, "execution-unavailable"));
+}
+
 #[test]
 fn trailers_leave_a_tombstone_and_the_client_its_answer() {
     let mut world = world(json!({}));
     let mut trip = world.post("amount=1");
-    let headers = [(":status", "200"), (DETAILS_HEADER, "via_upstream")];
+    let headers = [(":status", "200"), (DETAILS_HEADER, "via_upstream"), (ATTEMPTS_HEADER, "1")];
     let headers = idempotency::headers::HeaderBlock::from_pairs(headers);
     let answer =
         ExecutionAnswer::Answered { headers: &headers, body: Some(b"made".to_vec()), has_trailers: true };
