@@ -26,7 +26,7 @@
 //! | `Idle`, `Bypassed`, `Done` | passes | passes | – | – |
 //! | `Reading` | held | Envoy's own reply: nothing is claimed | refuses after `body_timeout` | nothing is claimed |
 //! | `Claiming` | held | Envoy's own reply: releases | – | releases |
-//! | `Forwarded` | passes | decides | renews | fails, or hands over |
+//! | `Forwarded` | passes, once a body that was held is whole | decides | renews | fails, or hands over |
 //! | `Responding` | passes | captured; the last frame is held | renews | fails, unless its status froze the outcome |
 //! | `Waiting` | held | Envoy's own reply: nothing is claimed | claims again | nothing is claimed |
 //! | `Shadow` | passes | passes | renews | fails |
@@ -185,6 +185,8 @@ struct Request {
     has_protection_header: bool,
     /// Bytes of the body that are held.
     body_bytes: u64,
+    /// A part of the body was held while its head was, and its end is still to come.
+    body_open: bool,
     /// A callout can't carry it: it has trailers, or header lines that don't fit one.
     inline_only: bool,
 }
@@ -231,6 +233,9 @@ struct Forwarded {
     request_origin: Option<Vec<u8>>,
     started: Timestamp,
     protected: bool,
+    /// Nothing of the request has gone on yet: Envoy below 1.37.6 and 1.38.4 loses a part of a body that was held and is
+    /// let go before its end (envoy#46842).
+    held_back: bool,
 }
 
 impl Exchange {
@@ -312,9 +317,27 @@ impl Exchange {
         }
     }
 
-    /// Whether request bodies have to be shown to it.
+    /// Whether request bodies have to be announced to it.
     #[must_use]
     pub const fn wants_request_body(&self) -> bool {
+        match &self.state {
+            State::Reading(_) | State::Claiming(_) | State::Waiting(_) => true,
+            State::Forwarded(forwarded) => forwarded.held_back,
+            State::Shadow(shadow) => shadow.wants_request_body(),
+            State::Idle
+            | State::Bypassed
+            | State::Responding(_)
+            | State::Executing(_)
+            | State::Saving(_)
+            | State::Spent
+            | State::Replying(_)
+            | State::Done => false,
+        }
+    }
+
+    /// Whether the bytes of request bodies have to be shown to it, too.
+    #[must_use]
+    pub const fn wants_request_bytes(&self) -> bool {
         match &self.state {
             State::Reading(_) => true,
             State::Shadow(shadow) => shadow.wants_request_body(),
@@ -346,6 +369,7 @@ impl Exchange {
             | State::Waiting(_)
             | State::Executing(_)
             | State::Spent => Gate::HoldRequest,
+            State::Forwarded(forwarded) if forwarded.held_back => Gate::HoldRequest,
             State::Responding(responding) if responding.holding() => Gate::HoldResponse,
             State::Saving(saving) => saving.delivery.gate(),
             State::Idle
@@ -484,6 +508,7 @@ impl Exchange {
             has_attempt_header: head.headers.first(ATTEMPT_HEADER).is_some(),
             has_protection_header: head.headers.first(PROTECTION_HEADER).is_some(),
             body_bytes: 0,
+            body_open: false,
             inline_only: !fits_a_callout(head.headers),
             rule,
         };
@@ -508,7 +533,7 @@ impl Exchange {
         held.renewing = false;
         effects.push(Effect::Count(Counter::HandedOver));
         effects.push(Effect::OfferHandover(held.hold.owner));
-        State::Forwarded(Box::new(Forwarded { held, request_origin, started, protected }))
+        State::Forwarded(Box::new(Forwarded { held, request_origin, started, protected, held_back: false }))
     }
 
     fn on_request_body(
@@ -520,6 +545,18 @@ impl Exchange {
         effects: &mut Vec<Effect>,
     ) -> State {
         match state {
+            State::Claiming(mut claiming) => {
+                claiming.request.body_open = !end;
+                State::Claiming(claiming)
+            }
+            State::Waiting(mut waiting) => {
+                waiting.request.body_open = !end;
+                State::Waiting(waiting)
+            }
+            State::Forwarded(mut forwarded) => {
+                forwarded.held_back &= !end;
+                State::Forwarded(forwarded)
+            }
             State::Reading(mut reading) => {
                 self.worker.note_body_seen();
                 let request = &mut reading.request;
@@ -536,9 +573,6 @@ impl Exchange {
             }
             State::Idle
             | State::Bypassed
-            | State::Claiming(_)
-            | State::Waiting(_)
-            | State::Forwarded(_)
             | State::Responding(_)
             | State::Executing(_)
             | State::Saving(_)
@@ -551,15 +585,24 @@ impl Exchange {
 
     fn on_request_trailers(&self, state: State, now: Timestamp, effects: &mut Vec<Effect>) -> State {
         match state {
+            State::Claiming(mut claiming) => {
+                claiming.request.body_open = false;
+                State::Claiming(claiming)
+            }
+            State::Waiting(mut waiting) => {
+                waiting.request.body_open = false;
+                State::Waiting(waiting)
+            }
+            State::Forwarded(mut forwarded) => {
+                forwarded.held_back = false;
+                State::Forwarded(forwarded)
+            }
             State::Reading(mut reading) => {
                 reading.request.inline_only = true;
                 claim(reading.request, reading.hasher.finish(), None, now, effects)
             }
             State::Idle
             | State::Bypassed
-            | State::Claiming(_)
-            | State::Waiting(_)
-            | State::Forwarded(_)
             | State::Responding(_)
             | State::Executing(_)
             | State::Saving(_)
@@ -776,7 +819,10 @@ impl Exchange {
                 State::Claiming(claiming)
             }
             State::Forwarded(forwarded) => {
-                let Forwarded { held, request_origin, started, protected } = *forwarded;
+                let Forwarded { held, request_origin, started, protected, held_back } = *forwarded;
+                if held_back {
+                    return self.end(held, Outcome::NotSent, None, false, effects);
+                }
                 let reason = closed_reason(facts, false);
                 if reason == Reason::Redirected {
                     effects.push(Effect::HandOver(Handover { held, request_origin, started, protected }));
@@ -878,6 +924,7 @@ fn forward(
     let outcome = if protected { "executing" } else { "unprotected" };
     effects.push(Effect::Publish(line(outcome, &request.rule, hold.attempt, &hold.key)));
     State::Forwarded(Box::new(Forwarded {
+        held_back: request.body_open,
         held: Held::new(hold, request.rule, asked_at),
         request_origin: request.origin,
         started: now,

@@ -177,7 +177,7 @@ impl Exchange {
         now: Timestamp,
         effects: &mut Vec<Effect>,
     ) -> State {
-        let Forwarded { mut held, request_origin, started, protected } = forwarded;
+        let Forwarded { mut held, request_origin, started, protected, .. } = forwarded;
         if facts.attempts.is_some_and(|attempts| attempts > 1) && !held.rule.trust_route_retries {
             held.ran_before = held.ran_before.or(Some(Reason::Intermediary));
         }

@@ -229,7 +229,7 @@ impl HttpContext for Stream {
         }
         // While paused the buffer holds everything since the pause began.
         let fresh = body_size.saturating_sub(self.request_seen);
-        let chunk = if fresh == 0 {
+        let chunk = if fresh == 0 || !self.wants(Exchange::wants_request_bytes) {
             Vec::new()
         } else {
             match hostcalls::buffer(Buffer::RequestBody, self.request_seen, fresh) {

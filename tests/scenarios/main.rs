@@ -944,3 +944,46 @@ fn a_shadow_ignores_its_store() {
     world.close(&mut trip, "", 0);
     assert_eq!((trip.gate, world.count(Counter::StoreErrors), world.records()), (Gate::Pass, 1, 0));
 }
+
+/// G06: Envoy below 1.38.4 loses a part of a body that was held and is let go before its end.
+#[test]
+fn a_body_that_was_held_is_let_go_only_whole() {
+    let headers = [("idempotency-key", "k"), ("x-account-id", "alice")];
+    let piece = |end| Event::RequestBody { chunk: b"", end };
+    let begun = |held: bool| {
+        let mut world = World::new(json!({"fingerprint": {"body": false, "headers": ["content-digest"]}}));
+        world.deferred = true;
+        let mut trip = world.head(&headers, false);
+        if held {
+            world.feed(&mut trip, piece(false));
+        }
+        world.answer(&mut trip);
+        world.deferred = false;
+        (world, trip)
+    };
+    // Nothing of the body had come: it flows.
+    let (_, trip) = begun(false);
+    assert!(trip.forwarded);
+    // A part had come: it waits for the rest.
+    for trailers in [false, true] {
+        let (mut world, mut trip) = begun(true);
+        assert!(!trip.forwarded && trip.gate == Gate::HoldRequest);
+        world.feed(&mut trip, piece(false));
+        assert!(!trip.forwarded);
+        assert!(world.post("").refused_as(409, "in-flight"));
+        world.feed(&mut trip, if trailers { Event::RequestTrailers } else { piece(true) });
+        assert!(trip.forwarded);
+        world.respond(&mut trip, 201, &[], "made");
+        assert!(world.head(&headers, true).replayed(201, "made"));
+    }
+    // The rest never comes: nothing ran, and the key is free.
+    for closed in [true, false] {
+        let (mut world, mut trip) = begun(true);
+        if closed {
+            world.close(&mut trip, "downstream_remote_disconnect", 1 << 14);
+        } else {
+            world.local_head(&mut trip, "stream_idle_timeout", None, 408, &[], true);
+        }
+        assert_eq!((world.records(), world.count(Counter::ReleasedNotSent)), (0, 1), "closed: {closed}");
+    }
+}
