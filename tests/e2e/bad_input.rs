@@ -709,8 +709,8 @@ async fn a_bad_reload_is_refused_by_its_path_and_the_old_listener_serves_on() {
         let refused =
             envoy.reload(|main| main.filter_mut().patch = json!({"configuration": configuration})).await;
         let log = refused.expect_err(&format!("accepted: {configuration}"));
-        // Envoy below 1.37 refuses a plugin without any configuration before it asks the plugin.
-        let says = if configuration.is_null() && envoy.version().await < [1, 37, 0] { "" } else { says };
+        // Envoy below 1.40 refuses a plugin without any configuration before it asks the plugin.
+        let says = if configuration.is_null() && envoy.version().await < [1, 40, 0] { "" } else { says };
         assert!(log.contains(says) && !log.contains("Function: proxy_on_"), "{configuration}: {log}");
     }
     canary.check_at_the_end(&envoy).await;
