@@ -244,7 +244,7 @@ impl KeyAudit<'_> {
         let lease_over = next.start >= own.sent + self.history.lock_ttl;
         let told = next.attempt > before.attempt;
         let written = heard.is_some_and(|at| self.redis_away(at.saturating_sub(UNWRITTEN), at) == 0);
-        if self.key.rule == Rule::Retain || !lease_over || written {
+        if self.key.rule.retains() || !lease_over || written {
             return None;
         }
         let between = |one: &&Try| {
@@ -281,7 +281,7 @@ impl KeyAudit<'_> {
             return;
         }
         let begin = self.key.tries.iter().map(|one| one.sent).min().unwrap_or(0);
-        if self.key.rule == Rule::Retain || !self.was_disturbed(begin, run.start) {
+        if self.key.rule.retains() || !self.was_disturbed(begin, run.start) {
             self.find(Kind::StrangeAnswer, format!("run {} was told attempt {}", run.nth, run.attempt));
         }
     }
@@ -305,16 +305,20 @@ impl KeyAudit<'_> {
                 self.key.executions.iter().any(|run| run.length > self.history.largest_kept)
             }
             (422, "mismatch") => others(),
-            (424, "abandoned") => self.key.rule == Rule::Retain && self.was_disturbed(begin, one.ended),
+            (424, "abandoned") => self.key.rule.retains() && self.was_disturbed(begin, one.ended),
             (424, "failed") => match reason.as_deref() {
                 Some("status") => self.key.executions.iter().any(|run| run.status == 500),
-                // The upstream may close a connection at the moment that Envoy picks it.
+                // The upstream may close a connection at the moment that Envoy picks it; a listener that goes cuts
+                // what it executes detached.
                 Some("reset") => true,
                 Some("truncated") => broken() || unheard(),
                 Some("client_gone") => unheard(),
                 _ => false,
             },
             (503, "store-unavailable") => true,
+            // The answer of a detached execution was cut off, or its listener was not there.
+            (502, "failed") => self.key.rule == Rule::Detached && reason.as_deref() == Some("reset"),
+            (503, "execution-unavailable") => self.key.rule == Rule::Detached,
             _ => false,
         };
         if !just {
@@ -429,7 +433,9 @@ fn end_of(one: &Try) -> Option<End> {
     match (&answer.body, &answer.problem) {
         (Body::Made { nth, .. }, None) if answer.replayed => Some(End::Replay(*nth)),
         (_, Some((kind, _))) if kind == "response-not-kept" => Some(End::NotKept),
-        (_, Some((kind, reason))) if kind == "failed" => Some(End::Failed(reason.clone())),
+        (_, Some((kind, reason))) if kind == "failed" && answer.status == 424 => {
+            Some(End::Failed(reason.clone()))
+        }
         _ => None,
     }
 }

@@ -73,7 +73,14 @@ impl Crowd {
                 continue;
             }
             let key = format!("chaos-{:x}-{number}-{nth}", self.seed);
-            let rule = rng.pick(&[Rule::Takeover, Rule::Takeover, Rule::Wait, Rule::Retain, Rule::Atomic]);
+            let rule = rng.pick(&[
+                Rule::Takeover,
+                Rule::Takeover,
+                Rule::Wait,
+                Rule::Retain,
+                Rule::Atomic,
+                Rule::Detached,
+            ]);
             self.ledger.register(&key, rule);
             self.operation(&key, rule, &mut rng, &mut connections).await;
             old.push_back((key, rule));

@@ -41,10 +41,17 @@ pub enum Rule {
     Retain,
     /// `on_failure: release`, `on_unknown: release`.
     Atomic,
+    /// `execution: detached`, which retains what was abandoned.
+    Detached,
 }
 
 impl Rule {
-    pub const ALL: [Rule; 4] = [Rule::Takeover, Rule::Wait, Rule::Retain, Rule::Atomic];
+    pub const ALL: [Rule; 5] = [Rule::Takeover, Rule::Wait, Rule::Retain, Rule::Atomic, Rule::Detached];
+
+    /// Nothing that was abandoned is taken over.
+    pub fn retains(self) -> bool {
+        matches!(self, Rule::Retain | Rule::Detached)
+    }
 
     pub fn name(self) -> &'static str {
         match self {
@@ -52,6 +59,7 @@ impl Rule {
             Rule::Wait => "wait",
             Rule::Retain => "retain",
             Rule::Atomic => "atomic",
+            Rule::Detached => "detached",
         }
     }
 }

@@ -104,6 +104,7 @@ impl Storm {
                 .plugin(plugin(plan.store, 0))
                 .drain_time_s(2)
                 .origin_addr(origin.addr());
+            let builder = with_execution(builder, &default_routes());
             let envoy = match &redis {
                 None => builder.start().await,
                 Some(redis) => {
@@ -432,6 +433,7 @@ fn plugin(store: Store, push: u64) -> Value {
             Rule::Wait => json!({"in_flight": "wait", "wait_timeout": "2s"}),
             Rule::Retain => json!({"on_abandoned": "retain"}),
             Rule::Atomic => json!({"on_failure": "release", "on_unknown": "release"}),
+            Rule::Detached => json!({"execution": "detached", "execute_timeout": "20s"}),
         };
         deep_merge(&mut json, &more);
         json
@@ -440,5 +442,5 @@ fn plugin(store: Store, push: u64) -> Value {
         Store::SharedData => json!({"shared_data": {"max_records": 500_000, "max_bytes": 512 << 20}}),
         Store::Redis => json!({"redis": {"cluster": "redis-link", "timeout": "500ms"}}),
     };
-    json!({"store": store, "rules": Rule::ALL.map(rule)})
+    json!({"store": store, "execute_cluster": "idempotency-execute", "rules": Rule::ALL.map(rule)})
 }
