@@ -465,6 +465,37 @@ async fn a_listener_update_lets_executions_end_or_marks_them_as_failed() {
     }
 }
 
+/// An Envoy whose inbound listeners are drained takes nothing new, and ends what it executes: another one replays it.
+/// (Drained as a whole, it has no way to Redis any more: the link's listeners are among them.)
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drained_envoy_ends_what_it_executes() {
+    let origin = Origin::start().await;
+    let redis = Redis::start().await;
+    let plugin = || in_redis(detached_plugin(json!({})));
+    let drained = linked(builder(&origin, plugin()), &redis)
+        .main(|main| main.listener_patch = json!({"traffic_direction": "INBOUND"}))
+        .start()
+        .await;
+    let other = linked(builder(&origin, plugin()), &redis).start().await;
+    let (key, barrier) = (unique_key(), Barrier::new());
+    origin.on("/held", Behaviour::BarrierEcho(barrier.clone()));
+    let request = Request::post("/held").key(&key).body("amount=1");
+    let pending = Client::connect(drained.addr(), Protocol::Http1).await.start(&request).await.unwrap();
+    barrier.wait_arrived(1, PATIENCE).await;
+    pending.abort();
+    drained.wait_access_log(|line| line.contains("/held"), PATIENCE).await;
+    drained.admin_post("/drain_listeners?inboundonly").await;
+    poll_until(PATIENCE, "nothing new is taken", async || {
+        Client::try_connect(drained.addr(), Protocol::Http1).await.is_err().then_some(())
+    })
+    .await;
+    assert_eq!(kind(&send(&other, Protocol::Http1, &request).await), problem(409, "in-flight"));
+    barrier.open();
+    let replay = settled(&other, Protocol::Http1, &request).await;
+    assert_eq!((replay.status, was_replayed(&replay)), (200, true), "{replay:?}");
+    assert_eq!(origin.executions_of(&key), 1);
+}
+
 /// A renewal hangs in Redis as the root goes: the end that waited for it is left to the next root all the same.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_renewal_that_is_out_as_the_root_goes_loses_no_end() {
