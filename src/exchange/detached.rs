@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::budget::Reservation;
 use super::response::Delivery;
-use super::{ATTEMPT_HEADER, Effect, Exchange, Held, Request, State, forward, line};
+use super::{ATTEMPT_HEADER, Effect, Exchange, Held, Request, State, announce, forward, line};
 use crate::clock::Timestamp;
 use crate::config::{Commit, Execution};
 use crate::exchange::Warning;
@@ -156,14 +156,8 @@ impl Exchange {
             effects.push(Effect::Publish(line("execution_unavailable", &request.rule, 0, &request.key)));
             return self.reply_with(Problem::ExecutionUnavailable, effects);
         };
-        if hold.attempt > 1 {
-            effects.push(Effect::Count(Counter::Takeovers));
-        }
-        effects.push(Effect::Count(Counter::Executed));
+        announce(&request.rule, &hold, protected, effects);
         effects.push(Effect::Count(Counter::Detached));
-        effects.push(Effect::ClaimHeld);
-        let outcome = if protected { "executing" } else { "unprotected" };
-        effects.push(Effect::Publish(line(outcome, &request.rule, hold.attempt, &hold.key)));
         effects.push(Effect::Execute {
             timeout,
             attempt: hold.attempt,

@@ -911,18 +911,14 @@ fn forward(
     effects: &mut Vec<Effect>,
 ) -> State {
     remove_marks(request.has_attempt_header, request.has_protection_header, effects);
+    announce(&request.rule, &hold, protected, effects);
     if hold.attempt > 1 {
-        effects.push(Effect::Count(Counter::Takeovers));
         effects.push(Effect::SetRequestHeader(ATTEMPT_HEADER, hold.attempt.to_string()));
     }
     if !protected {
         effects.push(Effect::SetRequestHeader(PROTECTION_HEADER, "none".to_owned()));
     }
-    effects.push(Effect::Count(Counter::Executed));
-    effects.push(Effect::ClaimHeld);
     effects.push(Effect::OfferHandover(hold.owner));
-    let outcome = if protected { "executing" } else { "unprotected" };
-    effects.push(Effect::Publish(line(outcome, &request.rule, hold.attempt, &hold.key)));
     State::Forwarded(Box::new(Forwarded {
         held_back: request.body_open,
         held: Held::new(hold, request.rule, asked_at),
@@ -930,6 +926,17 @@ fn forward(
         started: now,
         protected,
     }))
+}
+
+/// An execution begins under a claim.
+fn announce(rule: &Rule, hold: &Hold, protected: bool, effects: &mut Vec<Effect>) {
+    if hold.attempt > 1 {
+        effects.push(Effect::Count(Counter::Takeovers));
+    }
+    effects.push(Effect::Count(Counter::Executed));
+    effects.push(Effect::ClaimHeld);
+    let outcome = if protected { "executing" } else { "unprotected" };
+    effects.push(Effect::Publish(line(outcome, rule, hold.attempt, &hold.key)));
 }
 
 fn on_shadow_event(
