@@ -49,12 +49,6 @@ impl Reservation {
         self.bytes = self.bytes.saturating_add(bytes);
         true
     }
-
-    /// Its bytes.
-    #[must_use]
-    pub const fn bytes(&self) -> u64 {
-        self.bytes
-    }
 }
 
 impl Drop for Reservation {
@@ -74,7 +68,7 @@ mod tests {
         assert!(budget.reserve(41).is_none());
         let second = budget.reserve(40).unwrap();
         assert!(!first.grow(1));
-        assert_eq!((budget.taken(), first.bytes()), (100, 60));
+        assert_eq!((budget.taken(), first.bytes), (100, 60));
         drop(second);
         assert!(first.grow(40));
         drop(first);

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::budget::Reservation;
 use super::response::Delivery;
-use super::{ATTEMPT_HEADER, Effect, Exchange, Held, Request, State, announce, forward, line};
+use super::{ATTEMPT_HEADER, Effect, Exchange, Held, Request, State, announce, deliver_now, forward, line};
 use crate::clock::Timestamp;
 use crate::config::{Commit, Execution};
 use crate::exchange::Warning;
@@ -240,16 +240,9 @@ impl Exchange {
         } else if waits {
             Delivery::After(reply)
         } else {
-            Delivery::Before(self.deliver_now(reply, effects))
+            Delivery::Before(deliver_now(reply, effects))
         };
         State::Saving(Box::new(saving))
-    }
-
-    /// Sends a reply, and keeps the filter's own lines of it.
-    pub(super) fn deliver_now(&self, reply: LocalReply, effects: &mut Vec<Effect>) -> Option<HeaderBlock> {
-        let own = HeaderBlock::parse(reply.headers.clone()).ok();
-        effects.push(Effect::Reply(reply));
-        own
     }
 
     /// What a whole answer means, and what of it is kept.
@@ -276,9 +269,7 @@ impl Exchange {
             status,
             body: body.unwrap_or_default(),
         };
-        if facts.attempts.is_some_and(|attempts| attempts > 1) && !held.rule.trust_route_retries {
-            held.ran_before = held.ran_before.or(Some(Reason::Intermediary));
-        }
+        held.note_attempts(facts.attempts);
         if known(REDIRECTED_HEADER).is_some() {
             held.ran_before = Some(Reason::Redirected);
         }
@@ -311,11 +302,6 @@ impl Exchange {
         };
         let body = if has_trailers { None } else { body };
         (outcome, self.keep_whole(&held.rule, status, headers, body, request_origin))
-    }
-
-    fn problem(&self, problem: Problem) -> LocalReply {
-        let config = &self.worker.config;
-        problem.into_reply(&config.statuses, &config.problem_type_base)
     }
 }
 

@@ -439,14 +439,16 @@ impl Exchange {
     }
 
     fn reply_with(&self, problem: Problem, effects: &mut Vec<Effect>) -> State {
+        self.send(self.problem(problem), effects)
+    }
+
+    fn problem(&self, problem: Problem) -> LocalReply {
         let config = &self.worker.config;
-        self.send(problem.into_reply(&config.statuses, &config.problem_type_base), effects)
+        problem.into_reply(&config.statuses, &config.problem_type_base)
     }
 
     fn send(&self, reply: LocalReply, effects: &mut Vec<Effect>) -> State {
-        let own = HeaderBlock::parse(reply.headers.clone()).ok();
-        effects.push(Effect::Reply(reply));
-        State::Replying(own)
+        State::Replying(deliver_now(reply, effects))
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -858,6 +860,13 @@ impl Held {
         Self { hold, rule, renew_at, renewing: false, lost: false, ran_before: None }
     }
 
+    /// Notes that an earlier attempt of the route's retries may have executed.
+    fn note_attempts(&mut self, attempts: Option<u64>) {
+        if attempts.is_some_and(|attempts| attempts > 1) && !self.rule.trust_route_retries {
+            self.ran_before = self.ran_before.or(Some(Reason::Intermediary));
+        }
+    }
+
     /// Asks for a renewal when a third of the lease is gone.
     fn renew_if_due(&mut self, now: Timestamp, effects: &mut Vec<Effect>) {
         if self.renewing || self.lost || now < self.renew_at {
@@ -926,6 +935,13 @@ fn forward(
         started: now,
         protected,
     }))
+}
+
+/// Sends a reply, and keeps the filter's own lines of it.
+fn deliver_now(reply: LocalReply, effects: &mut Vec<Effect>) -> Option<HeaderBlock> {
+    let own = HeaderBlock::parse(reply.headers.clone()).ok();
+    effects.push(Effect::Reply(reply));
+    own
 }
 
 /// An execution begins under a claim.

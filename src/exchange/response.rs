@@ -178,9 +178,7 @@ impl Exchange {
         effects: &mut Vec<Effect>,
     ) -> State {
         let Forwarded { mut held, request_origin, started, protected, .. } = forwarded;
-        if facts.attempts.is_some_and(|attempts| attempts > 1) && !held.rule.trust_route_retries {
-            held.ran_before = held.ran_before.or(Some(Reason::Intermediary));
-        }
+        held.note_attempts(facts.attempts);
         if !protected {
             effects.push(Effect::SetResponseHeader(PROTECTION_HEADER, b"none".to_vec()));
         }

@@ -114,15 +114,14 @@ impl Executions {
         self.running.try_borrow().map(|running| running.values().map(Rc::clone).collect()).unwrap_or_default()
     }
 
-    /// The root goes: those that never left, and those whose callouts end with it.
-    #[allow(clippy::type_complexity)]
-    pub fn abandon(&self) -> (Vec<Rc<RefCell<StreamState>>>, Vec<Rc<RefCell<StreamState>>>) {
+    /// The root goes: every execution, and how it ends.
+    pub fn abandon(&self) -> Vec<(Rc<RefCell<StreamState>>, ExecutionAnswer<'static>)> {
         let queued = self.queued.try_borrow_mut().map(|mut queued| std::mem::take(&mut *queued));
         let running = self.running.try_borrow_mut().map(|mut running| std::mem::take(&mut *running));
-        (
-            queued.unwrap_or_default().into_iter().map(|queued| queued.stream).collect(),
-            running.unwrap_or_default().into_values().collect(),
-        )
+        let never_left = || ExecutionAnswer::NotDispatched(NotDispatched::RootGone);
+        let queued = queued.unwrap_or_default().into_iter().map(|queued| (queued.stream, never_left()));
+        let running = running.unwrap_or_default().into_values();
+        queued.chain(running.map(|stream| (stream, ExecutionAnswer::Unanswered))).collect()
     }
 }
 

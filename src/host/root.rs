@@ -20,7 +20,7 @@ use super::stream::{Stream, StreamState};
 use super::wake::Wake;
 use crate::clock::Timestamp;
 use crate::config::{self, Config, InFlight, Plugin, Rule, StoreConfig};
-use crate::exchange::{Event, ExecutionAnswer, Handover, NotDispatched, Warning, Worker};
+use crate::exchange::{Event, ExecutionAnswer, Handover, Warning, Worker};
 use crate::metrics::{Counter, Gauge, Histogram};
 use crate::record::Owner;
 use crate::store::outbox::Outbox;
@@ -421,22 +421,15 @@ impl Shared {
     /// The host cancels the callouts: what they carried may have taken effect, nobody will tell. Says whether there was
     /// any.
     fn cancel_callouts(&self, now: Timestamp) -> bool {
-        let (queued, running) = self.executions.abandon();
+        let executions = self.executions.abandon();
         let waiting = match &self.backend {
             Backend::SharedData(_) => Vec::new(),
             Backend::Redis(link) => link.try_borrow_mut().map(|mut link| link.abandon()).unwrap_or_default(),
         };
-        let any = !(queued.is_empty() && running.is_empty() && waiting.is_empty());
-        for (streams, never_left) in [(queued, true), (running, false)] {
-            for stream in streams {
-                if let Ok(mut stream) = stream.try_borrow_mut() {
-                    let answer = if never_left {
-                        ExecutionAnswer::NotDispatched(NotDispatched::RootGone)
-                    } else {
-                        ExecutionAnswer::Unanswered
-                    };
-                    stream.handle(self, Event::Executed(answer), now, Acting::Nobody);
-                }
+        let any = !(executions.is_empty() && waiting.is_empty());
+        for (stream, answer) in executions {
+            if let Ok(mut stream) = stream.try_borrow_mut() {
+                stream.handle(self, Event::Executed(answer), now, Acting::Nobody);
             }
         }
         for pending in waiting {

@@ -540,14 +540,7 @@ async fn a_renewal_that_is_out_as_the_root_goes_loses_no_end() {
 async fn a_missing_unknown_or_looping_execution_listener_is_refused_and_named() {
     let origin = Origin::start().await;
     let plain = |plugin: Value| Envoy::builder().workers(2).plugin(plugin).origin_addr(origin.addr());
-    let missing = plain(detached_plugin(json!({}))).extra_cluster(execution_cluster()).bootstrap_patch(json!({
-        "bootstrap_extensions": [{
-            "name": "envoy.bootstrap.internal_listener",
-            "typed_config": {
-                "@type": "type.googleapis.com/envoy.extensions.bootstrap.internal_listener.v3.InternalListener"
-            },
-        }]
-    }));
+    let missing = plain(detached_plugin(json!({}))).extra_cluster(execution_cluster()).internal_listeners();
     let unknown = plain(detached_plugin(json!({})));
     let nobody = plain(detached_plugin(json!({})))
         .extra_cluster(json!({"name": CLUSTER, "load_assignment": {"cluster_name": CLUSTER}}));

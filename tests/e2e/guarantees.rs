@@ -32,17 +32,7 @@ async fn on(redis: std::net::SocketAddr, origin: &Origin, plugin: &Value, pace: 
 /// The first execution of each key waits at the barrier; later ones are answered at once.
 fn first_waits(origin: &Origin, path: &str) -> Barrier {
     let barrier = Barrier::new();
-    let held = barrier.clone();
-    let behaviour = Behaviour::func(move |_, nth| {
-        let held = held.clone();
-        async move {
-            if nth == 1 {
-                held.pass().await;
-            }
-            Reply::echo(200)
-        }
-    });
-    origin.on(path, behaviour);
+    origin.on(path, Behaviour::first_waits(&barrier));
     barrier
 }
 

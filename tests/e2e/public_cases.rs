@@ -555,17 +555,7 @@ async fn hedging_and_mirroring_send_more_than_one_request_for_one_claim() {
     })
     .await;
     let slow = Barrier::new();
-    let held = slow.clone();
-    let behaviour = Behaviour::func(move |_, nth| {
-        let held = held.clone();
-        async move {
-            if nth == 1 {
-                held.pass().await;
-            }
-            Reply::echo(200)
-        }
-    });
-    world.origin.on("/slow", behaviour);
+    world.origin.on("/slow", Behaviour::first_waits(&slow));
     for proto in Protocol::BOTH {
         let key = unique_key();
         let request = Request::post("/slow").key(&key).header("x-route", "hedged").body("amount=1");

@@ -175,17 +175,7 @@ async fn a_large_binary_response_is_the_same_on_the_other_envoy() {
 /// The first execution of a key stays with the origin for ever; later ones are answered.
 fn first_hangs(origin: &Origin) -> Barrier {
     let barrier = Barrier::new();
-    let held = barrier.clone();
-    let behaviour = Behaviour::func(move |_, nth| {
-        let held = held.clone();
-        async move {
-            if nth == 1 {
-                held.pass().await;
-            }
-            Reply::echo(200)
-        }
-    });
-    origin.on("/pay", behaviour);
+    origin.on("/pay", Behaviour::first_waits(&barrier));
     barrier
 }
 

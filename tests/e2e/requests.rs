@@ -1386,16 +1386,7 @@ async fn each_record_has_its_answer_and_a_mismatch_comes_first() {
 async fn an_abandoned_claim_is_taken_over_or_retained_as_the_rule_says() {
     let origin = Origin::start().await;
     let barrier = Barrier::new();
-    let held = barrier.clone();
-    let first_waits = Behaviour::func(move |_, nth| {
-        let held = held.clone();
-        async move {
-            if nth == 1 {
-                held.pass().await;
-            }
-            Reply::echo(200)
-        }
-    });
+    let first_waits = Behaviour::first_waits(&barrier);
     origin.on("/takeover", first_waits.clone()).on("/retain", first_waits);
     let plugin = plugin_of(vec![
         ("takeover", json!({"lock_ttl": "1500ms"})),

@@ -24,12 +24,7 @@ pub fn with_changed_execution(
     let mut cluster = execution_cluster();
     change("listener", &mut listener);
     change("cluster", &mut cluster);
-    builder.extra_listener(listener).extra_cluster(cluster).bootstrap_patch(json!({"bootstrap_extensions": [{
-        "name": "envoy.bootstrap.internal_listener",
-        "typed_config": {
-            "@type": "type.googleapis.com/envoy.extensions.bootstrap.internal_listener.v3.InternalListener"
-        },
-    }]}))
+    builder.extra_listener(listener).extra_cluster(cluster).internal_listeners()
 }
 
 pub fn execution_cluster() -> Value {

@@ -247,6 +247,20 @@ impl Behaviour {
         Behaviour::Fn(Arc::new(move |seen, nth| Box::pin(answer(seen, nth))))
     }
 
+    /// The first execution of a key and path waits at the barrier; later ones are answered at once.
+    pub fn first_waits(barrier: &Barrier) -> Behaviour {
+        let barrier = barrier.clone();
+        Behaviour::func(move |_, nth| {
+            let barrier = barrier.clone();
+            async move {
+                if nth == 1 {
+                    barrier.pass().await;
+                }
+                Reply::echo(200)
+            }
+        })
+    }
+
     async fn reply(self, seen: Seen, nth: usize) -> Reply {
         match self {
             Behaviour::Echo => Reply::echo(200),

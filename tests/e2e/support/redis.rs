@@ -148,12 +148,7 @@ pub fn with_changed_link(
             _ => builder.extra_cluster(part),
         };
     }
-    builder.bootstrap_patch(json!({"bootstrap_extensions": [{
-        "name": "envoy.bootstrap.internal_listener",
-        "typed_config": {
-            "@type": "type.googleapis.com/envoy.extensions.bootstrap.internal_listener.v3.InternalListener"
-        },
-    }]}))
+    builder.internal_listeners()
 }
 
 fn link_parts(redis: SocketAddr, socket: &str) -> Vec<(&'static str, Value)> {

@@ -235,6 +235,16 @@ impl Builder {
         self
     }
 
+    /// Lets listeners be reached from inside this Envoy.
+    pub fn internal_listeners(self) -> Builder {
+        self.bootstrap_patch(json!({"bootstrap_extensions": [{
+            "name": "envoy.bootstrap.internal_listener",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.bootstrap.internal_listener.v3.InternalListener"
+            },
+        }]}))
+    }
+
     /// Envoy's `--component-log-level`, `wasm:info` by default; other components log warnings.
     pub fn component_log_level(mut self, levels: &str) -> Builder {
         self.component_log_level = levels.to_owned();
