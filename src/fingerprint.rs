@@ -12,6 +12,7 @@ use sha2::{Digest, Sha256};
 use crate::config::Rule;
 use crate::headers::{RequestHead, trim_ows};
 use crate::key::{ShortHex, frame_length, update_framed};
+use crate::sorted::sorted_positions;
 
 /// Of the framing; records carry it, since fingerprints of different versions can't be compared.
 pub const FINGERPRINT_VERSION: u8 = 1;
@@ -122,10 +123,11 @@ fn update_target(hasher: &mut Sha256, target: &[u8]) {
 ///
 /// An empty pair, as in `a&&b`, is one with an empty name, and counts.
 fn update_query(hasher: &mut Sha256, query: &[u8]) {
-    let mut pairs: Vec<(&[u8], Option<&[u8]>)> = query.split(|byte| *byte == b'&').map(split_pair).collect();
-    pairs.sort_by_key(|(name, _)| *name);
+    let pairs: Vec<(&[u8], Option<&[u8]>)> = query.split(|byte| *byte == b'&').map(split_pair).collect();
+    let at = |position: usize| pairs.get(position).copied().unwrap_or_default();
     hasher.update(frame_length(pairs.len()));
-    for (name, value) in pairs {
+    for position in sorted_positions(pairs.len(), &mut |a, b| at(a).0.cmp(at(b).0)) {
+        let (name, value) = at(position);
         update_framed(hasher, name);
         match value {
             None => hasher.update([0]),

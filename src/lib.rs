@@ -25,6 +25,7 @@
 //! | [`store`] | the operations, and the stores |
 //! | [`reply`] | refusals and replays |
 //! | [`metrics`] | the names that are counted |
+//! | `sorted` | sorting, with one copy of its code |
 
 pub mod clock;
 pub mod config;
@@ -38,6 +39,7 @@ pub mod policy;
 pub mod record;
 pub mod reply;
 pub mod scope;
+mod sorted;
 pub mod store;
 
 #[cfg(target_arch = "wasm32")]

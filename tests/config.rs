@@ -368,13 +368,13 @@ fn a_regex_covers_whole_paths() {
 fn the_store_sustains_its_records_over_the_longest_record_ttl_in_force() {
     let config = good("sustained");
     // 7200 records; 1h in force, 24h switched off, 2h in force.
-    assert_eq!(config.sustained_keys_per_second(), Some(1.0));
+    assert_eq!(config.sustained_keys_per_100_seconds(), Some(100));
     // Records of a rule in shadow take up room too.
     let shadow = good("shadow");
     assert_eq!(shadow.rules[0].mode, Mode::Shadow);
-    assert_eq!(shadow.sustained_keys_per_second(), Some(131_072.0 / 3600.0));
+    assert_eq!(shadow.sustained_keys_per_100_seconds(), Some(3640));
     // Redis has bounds of its own.
-    assert_eq!(good("redis").sustained_keys_per_second(), None);
+    assert_eq!(good("redis").sustained_keys_per_100_seconds(), None);
 }
 
 #[test]

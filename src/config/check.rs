@@ -1,7 +1,5 @@
 //! From the configuration as written to [`Config`]: defaults filled in, settings compared with each other.
 
-use std::collections::BTreeSet;
-use std::collections::btree_map::{BTreeMap, Entry};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -20,6 +18,7 @@ use super::{
     MissingKey, Mode, OnAbandoned, OnFailure, OnStoreError, Plugin, Rule, Scope, ScopePart, StatusRules,
     Statuses,
 };
+use crate::sorted::{NameSet, repeats};
 
 pub(super) const LOCK_TTL: Duration = Duration::from_secs(60);
 pub(super) const RECORD_TTL: Duration = Duration::from_secs(24 * 3600);
@@ -161,7 +160,6 @@ fn merge(rule: RawRule, defaults: &RawRule) -> RawRule {
 }
 
 fn check_names(rules: &[RawRule], problems: &mut Problems) {
-    let mut paths: BTreeMap<&str, &str> = BTreeMap::new();
     for rule in rules {
         if rule.name.is_absent() {
             problems.refuse(
@@ -169,12 +167,15 @@ fn check_names(rules: &[RawRule], problems: &mut Problems) {
                 "missing, expected 1 to 64 letters, digits, \"_\", \".\" or \"-\"",
             );
         }
-        let Some((name, at)) = rule.name.located() else { continue };
-        match paths.entry(name) {
-            Entry::Vacant(entry) => _ = entry.insert(&rule.path),
-            Entry::Occupied(other) => {
-                problems.refuse(at, format!("got {}, which {} is named already", quoted(name), other.get()));
-            }
+    }
+    let named: Vec<(&String, &str, &String)> = rules
+        .iter()
+        .filter_map(|rule| rule.name.located().map(|(name, at)| (name, at, &rule.path)))
+        .collect();
+    let name = |position: usize| named.get(position).map(|(name, ..)| *name);
+    for (later, earlier) in repeats(named.len(), &mut |a, b| name(a).cmp(&name(b))) {
+        if let (Some((name, at, _)), Some((_, _, other))) = (named.get(later), named.get(earlier)) {
+            problems.refuse(at, format!("got {}, which {other} is named already", quoted(name)));
         }
     }
 }
@@ -418,8 +419,8 @@ fn compare_response_headers(rule: &RawRule, source: &impl Source, problems: &mut
     let Some((kept, kept_at)) = source.value(&rule.keep_response_headers, &none) else { return };
     let Some((dropped, dropped_at)) = source.value(&rule.drop_response_headers, &none) else { return };
     let Some(at) = most_specific(kept_at, dropped_at) else { return };
-    let dropped: BTreeSet<&String> = dropped.iter().collect();
-    for name in kept.iter().filter(|name| dropped.contains(name)) {
+    let dropped = NameSet::new(&dropped.iter().map(String::as_bytes).collect::<Vec<_>>());
+    for name in kept.iter().filter(|name| dropped.has(name.as_bytes())) {
         problems.refuse(
             at,
             format!(

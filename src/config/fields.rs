@@ -1,9 +1,8 @@
 //! Reading the members of an object: spellings, repeats, unknown names. What a value means is not known here.
 
-use std::collections::BTreeSet;
-
 use super::json::{Json, quoted};
 use super::problem::Problems;
+use crate::sorted::repeats;
 
 /// A setting as far as it is known after reading.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -19,6 +18,7 @@ pub(super) enum Field<T> {
 
 impl<T: Clone> Field<T> {
     /// This setting, or `fallback` where it was not given.
+    #[inline(never)]
     pub(super) fn or(self, fallback: &Self) -> Self {
         match self {
             Self::Absent => fallback.clone(),
@@ -88,7 +88,10 @@ impl<'a> Object<'a> {
         problems: &mut Problems,
         parse: impl FnOnce(&Json) -> Result<T, String>,
     ) -> Field<T> {
-        self.nested(name, problems, |json, path, problems| report(parse(json), path, problems))
+        let mut parse = Some(parse);
+        self.read(name, problems, &mut |json, path, problems| {
+            parse.take().and_then(|parse| report(parse(json), path, problems))
+        })
     }
 
     /// Reads a value that reports what is wrong inside it.
@@ -97,6 +100,20 @@ impl<'a> Object<'a> {
         name: &'static str,
         problems: &mut Problems,
         read: impl FnOnce(&Json, &str, &mut Problems) -> Option<T>,
+    ) -> Field<T> {
+        let mut read = Some(read);
+        self.read(name, problems, &mut |json, path, problems| {
+            read.take().and_then(|read| read(json, path, problems))
+        })
+    }
+
+    /// One copy for each type of value, not for each setting.
+    #[inline(never)]
+    fn read<T>(
+        &mut self,
+        name: &'static str,
+        problems: &mut Problems,
+        read: &mut dyn FnMut(&Json, &str, &mut Problems) -> Option<T>,
     ) -> Field<T> {
         match self.member(name, problems) {
             Field::Absent => Field::Absent,
@@ -182,7 +199,7 @@ impl<'a> Object<'a> {
 }
 
 /// Reads a list whose items report what is wrong inside them; an item listed twice is refused.
-pub(super) fn list<T: Ord + Clone>(
+pub(super) fn list<T: Ord>(
     json: &Json,
     path: &str,
     expected: &str,
@@ -194,21 +211,25 @@ pub(super) fn list<T: Ord + Clone>(
         return None;
     };
     let mut values = Vec::with_capacity(items.len());
-    let mut seen = BTreeSet::new();
     for (index, item) in items.iter().enumerate() {
         let path = format!("{path}[{index}]");
-        if let Some(value) = read(item, &path, problems) {
-            if seen.insert(value.clone()) {
-                values.push(value);
-            } else {
-                problems.refuse(&path, format!("{} is listed twice", item.excerpt()));
-            }
+        values.extend(read(item, &path, problems).map(|value| (index, value)));
+    }
+    let at = |position: usize| values.get(position).map(|(_, value)| value);
+    let repeats = repeats(values.len(), &mut |a, b| at(a).cmp(&at(b)));
+    for (position, _) in &repeats {
+        if let Some(index) = values.get(*position).map(|(index, _)| *index)
+            && let Some(item) = items.get(index)
+        {
+            problems.refuse(&format!("{path}[{index}]"), format!("{} is listed twice", item.excerpt()));
         }
     }
-    (values.len() == items.len()).then_some(values)
+    let whole = repeats.is_empty() && values.len() == items.len();
+    whole.then(|| values.into_iter().map(|(_, value)| value).collect())
 }
 
 /// Hands a parsed value on, or its error to `problems`.
+#[inline(never)]
 pub(super) fn report<T>(parsed: Result<T, String>, path: &str, problems: &mut Problems) -> Option<T> {
     parsed.map_err(|message| problems.refuse(path, message)).ok()
 }

@@ -52,7 +52,7 @@ impl Json {
             Self::Null => out.write_str("null"),
             Self::Bool(value) => write!(out, "{value}"),
             Self::Integer(value) => write!(out, "{value}"),
-            Self::Float(value) => write!(out, "{value:?}"),
+            Self::Float(value) => render_float(*value, out),
             Self::Text(text) => render_text(text, out),
             Self::List(items) => {
                 out.write_char('[')?;
@@ -77,6 +77,31 @@ impl Json {
                 out.write_char('}')
             }
         }
+    }
+}
+
+/// A number as an operator recognizes it: up to fifteen digits before and six behind the point.
+fn render_float(value: f64, out: &mut Excerpt) -> fmt::Result {
+    const EXACT: f64 = 1e15;
+    const MILLIONTHS: f64 = 1e6;
+    if value.is_nan() {
+        return out.write_str("NaN");
+    }
+    if value < 0.0 {
+        out.write_char('-')?;
+    }
+    let value = value.abs();
+    if value >= EXACT {
+        return out.write_str("1e15 or more");
+    }
+    let whole = value.trunc();
+    let millionths = ((value - whole) * MILLIONTHS).trunc();
+    // In bounds: checked above.
+    let (whole, millionths) = (whole as u64, millionths as u64);
+    if millionths % 100_000 == 0 {
+        write!(out, "{whole}.{}", millionths / 100_000)
+    } else {
+        write!(out, "{whole}.{millionths:06}")
     }
 }
 

@@ -53,14 +53,14 @@ pub struct Config {
 }
 
 impl Config {
-    /// How many new keys per second the embedded store takes for ever without being full: `max_records` over the
+    /// How many new keys in 100 seconds the embedded store takes for ever without being full: `max_records` over the
     /// longest `record_ttl` of the rules that keep records. `None` where none does, and for another store.
     #[must_use]
-    pub fn sustained_keys_per_second(&self) -> Option<f64> {
+    pub fn sustained_keys_per_100_seconds(&self) -> Option<u128> {
         let StoreConfig::SharedData(store) = &self.store else { return None };
         let keeping = self.rules.iter().filter(|rule| rule.mode != Mode::Off);
         let longest = keeping.map(|rule| rule.record_ttl).max()?;
-        Some(f64::from(store.max_records) / longest.as_secs_f64())
+        (u128::from(store.max_records) * 100_000).checked_div(longest.as_millis())
     }
 }
 

@@ -1,7 +1,8 @@
 //! What is wrong with a configuration, and what is merely worth saying about it.
 
-use std::collections::BTreeSet;
 use std::fmt;
+
+use crate::sorted::repeats;
 
 /// One mistake in a configuration.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,28 +45,30 @@ impl std::error::Error for ConfigErrors {}
 pub(super) struct Problems {
     errors: Vec<ConfigError>,
     warnings: Vec<String>,
-    known_errors: BTreeSet<ConfigError>,
-    known_warnings: BTreeSet<String>,
 }
 
 impl Problems {
     pub(super) fn refuse(&mut self, path: &str, message: impl Into<String>) {
         let path = if path.is_empty() { "configuration" } else { path };
-        let error = ConfigError { path: path.to_owned(), message: message.into() };
-        if self.known_errors.insert(error.clone()) {
-            self.errors.push(error);
-        }
+        self.errors.push(ConfigError { path: path.to_owned(), message: message.into() });
     }
 
     pub(super) fn warn(&mut self, path: &str, message: impl fmt::Display) {
-        let warning = format!("{path}: {message}");
-        if self.known_warnings.insert(warning.clone()) {
-            self.warnings.push(warning);
-        }
+        self.warnings.push(format!("{path}: {message}"));
     }
 
     /// The warnings, or the errors if there is any.
     pub(super) fn into_warnings(self) -> Result<Vec<String>, ConfigErrors> {
-        if self.errors.is_empty() { Ok(self.warnings) } else { Err(ConfigErrors(self.errors)) }
+        if self.errors.is_empty() { Ok(once(self.warnings)) } else { Err(ConfigErrors(once(self.errors))) }
     }
+}
+
+/// Each once, where it stands first.
+fn once<T: Ord>(all: Vec<T>) -> Vec<T> {
+    let mut repeats = repeats(all.len(), &mut |a, b| all.get(a).cmp(&all.get(b))).into_iter().peekable();
+    let first = |(at, item)| {
+        let repeated = repeats.next_if(|(repeat, _)| *repeat == at).is_some();
+        (!repeated).then_some(item)
+    };
+    all.into_iter().enumerate().filter_map(first).collect()
 }

@@ -29,11 +29,14 @@ pub(super) fn boolean(json: &Json) -> Result<bool, String> {
 
 /// An integer of `min..=max`. A float with an integral value is one: a `google.protobuf.Struct` has no other numbers.
 pub(super) fn integer(min: u64, max: u64) -> impl Fn(&Json) -> Result<u64, String> {
-    move |json| {
-        whole_number(json)
-            .filter(|value| (min..=max).contains(value))
-            .ok_or_else(|| got(json, &format!("an integer from {min} to {max}")))
-    }
+    move |json| read_whole(json, min, max, "an integer")
+}
+
+#[inline(never)]
+fn read_whole(json: &Json, min: u64, max: u64, what: &str) -> Result<u64, String> {
+    whole_number(json)
+        .filter(|value| (min..=max).contains(value))
+        .ok_or_else(|| got(json, &format!("{what} from {min} to {max}")))
 }
 
 /// An [`integer`] as a length in memory.
@@ -45,10 +48,8 @@ pub(super) fn length(min: u64, max: u64) -> impl Fn(&Json) -> Result<usize, Stri
 /// An HTTP status of `min..=max`.
 pub(super) fn status(min: u16, max: u16) -> impl Fn(&Json) -> Result<u16, String> {
     move |json| {
-        whole_number(json)
-            .and_then(|value| u16::try_from(value).ok())
-            .filter(|value| (min..=max).contains(value))
-            .ok_or_else(|| got(json, &format!("a status from {min} to {max}")))
+        let value = read_whole(json, min.into(), max.into(), "a status")?;
+        Ok(u16::try_from(value).unwrap_or(max))
     }
 }
 
@@ -139,10 +140,17 @@ pub(super) fn shown(duration: Duration) -> String {
 
 /// One of several words.
 pub(super) fn choice<T: Copy>(words: &[(&str, T)]) -> impl Fn(&Json) -> Result<T, String> {
-    move |json| match words.iter().find(|(word, _)| matches!(json, Json::Text(text) if text == word)) {
-        Some((_, value)) => Ok(*value),
-        None => Err(none_of(json, &words.iter().map(|(word, _)| *word).collect::<Vec<_>>())),
+    move |json| {
+        let spelled: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
+        let at = position_of(json, &spelled)?;
+        words.get(at).map(|(_, value)| *value).ok_or_else(|| none_of(json, &spelled))
     }
+}
+
+#[inline(never)]
+fn position_of(json: &Json, words: &[&str]) -> Result<usize, String> {
+    let is_meant = |word: &&str| matches!(json, Json::Text(text) if text == word);
+    words.iter().position(is_meant).ok_or_else(|| none_of(json, words))
 }
 
 #[inline(never)]
@@ -156,31 +164,29 @@ fn none_of(json: &Json, words: &[&str]) -> String {
 
 /// Text of `min..=max` bytes without control characters.
 pub(super) fn text(min: usize, max: usize) -> impl Fn(&Json) -> Result<String, String> {
-    move |json| match json {
-        Json::Text(text) if (min..=max).contains(&text.len()) && !text.chars().any(char::is_control) => {
-            Ok(text.clone())
-        }
-        Json::Text(_)
-        | Json::Null
-        | Json::Bool(_)
-        | Json::Integer(_)
-        | Json::Float(_)
-        | Json::List(_)
-        | Json::Object(_) => {
-            Err(got(json, &format!("a string of {min} to {max} bytes without control characters")))
-        }
-    }
+    move |json| read_text(json, min, max)
+}
+
+#[inline(never)]
+fn read_text(json: &Json, min: usize, max: usize) -> Result<String, String> {
+    word(json)
+        .filter(|text| (min..=max).contains(&text.len()) && !text.chars().any(char::is_control))
+        .map(str::to_owned)
+        .ok_or_else(|| got(json, &format!("a string of {min} to {max} bytes without control characters")))
 }
 
 /// Text of `min..=max` visible ASCII characters.
 pub(super) fn visible(min: usize, max: usize, expected: &str) -> impl Fn(&Json) -> Result<String, String> {
-    move |json| {
-        word(json)
-            .filter(|text| (min..=max).contains(&text.len()))
-            .filter(|text| text.bytes().all(|byte| byte.is_ascii_graphic()))
-            .map(str::to_owned)
-            .ok_or_else(|| got(json, expected))
-    }
+    move |json| read_visible(json, min, max, expected)
+}
+
+#[inline(never)]
+fn read_visible(json: &Json, min: usize, max: usize, expected: &str) -> Result<String, String> {
+    word(json)
+        .filter(|text| (min..=max).contains(&text.len()))
+        .filter(|text| text.bytes().all(|byte| byte.is_ascii_graphic()))
+        .map(str::to_owned)
+        .ok_or_else(|| got(json, expected))
 }
 
 /// What every key of this filter in Redis begins with.

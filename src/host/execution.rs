@@ -86,16 +86,13 @@ impl Executions {
         let HeldRequest { headers, attempt, protected, body } = request;
         let lines = execution_lines(headers, attempt.as_deref(), *protected, !body.is_empty())
             .ok_or(NotDispatched::Unreadable)?;
-        let body = (!body.is_empty()).then_some(body.as_slice());
-        proxy_wasm::hostcalls::dispatch_http_call(&self.cluster, lines, body, Vec::new(), timeout).map_err(
-            |status| {
-                if status == proxy_wasm::types::Status::BadArgument {
-                    NotDispatched::UnknownCluster
-                } else {
-                    NotDispatched::NobodyListens
-                }
-            },
-        )
+        hostcalls::http_call(&self.cluster, &lines, body, timeout).map_err(|status| {
+            if status.0 == hostcalls::BAD_ARGUMENT {
+                NotDispatched::UnknownCluster
+            } else {
+                NotDispatched::NobodyListens
+            }
+        })
     }
 
     /// Whose execution a callout was; it is over.

@@ -1,14 +1,19 @@
 //! The host functions the filter uses, each returning a `Result`.
 //!
-//! The SDK's own wrappers panic on statuses they don't expect and on header values that are not UTF-8, and a trap
+//! The SDK's wrappers panic on statuses they don't expect and on header values that are not UTF-8, and a trap
 //! kills the worker's VM for every plugin in it. These don't.
 
 use std::ptr::{null, null_mut};
+use std::time::Duration;
 
-/// The host refused, with its status code (`proxy_wasm::types::Status`).
+use crate::headers::serialize_pairs;
+
+/// The host refused, with its status code (`WasmResult` in proxy-wasm-cpp-host `include/proxy-wasm/wasm_api_impl.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostError(pub u32);
 
+/// `BadArgument`.
+pub const BAD_ARGUMENT: u32 = 2;
 /// `CasMismatch`.
 pub const CAS_MISMATCH: u32 = 8;
 const OK: u32 = 0;
@@ -68,8 +73,39 @@ pub enum MetricKind {
     Histogram = 2,
 }
 
+/// How grave a line of the log is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum LogLevel {
+    /// Every step.
+    Trace = 0,
+    /// For whoever looks for a fault.
+    Debug = 1,
+    /// Worth knowing.
+    Info = 2,
+    /// Worth a look.
+    Warn = 3,
+    /// Something does not work.
+    Error = 4,
+    /// The VM goes.
+    Critical = 5,
+}
+
 #[link(wasm_import_module = "env")]
 unsafe extern "C" {
+    fn proxy_log(level: u32, text: *const u8, size: usize) -> u32;
+    fn proxy_http_call(
+        cluster: *const u8,
+        cluster_size: usize,
+        headers: *const u8,
+        headers_size: usize,
+        body: *const u8,
+        body_size: usize,
+        trailers: *const u8,
+        trailers_size: usize,
+        timeout_millis: u32,
+        token: *mut u32,
+    ) -> u32;
     fn proxy_get_header_map_pairs(map: u32, data: *mut *mut u8, size: *mut usize) -> u32;
     fn proxy_set_header_map_pairs(map: u32, data: *const u8, size: usize) -> u32;
     fn proxy_get_header_map_value(
@@ -173,10 +209,46 @@ impl Returned {
         if self.data.is_null() {
             return Vec::new();
         }
-        // SAFETY: the SDK's `proxy_on_memory_allocate` made `data` as a boxed slice of `size` bytes, and the host
-        // gives each allocation away once.
+        // SAFETY: `proxy_on_memory_allocate` made `data` as a boxed slice of `size` bytes, the host filled all of it and gives each
+        // allocation away once.
         unsafe { Vec::from_raw_parts(self.data, self.size, self.size) }
     }
+}
+
+/// Writes a line of the log. One that the host does not take is lost.
+pub fn log(level: LogLevel, text: &str) {
+    // SAFETY: the pointer is valid for the call.
+    unsafe { proxy_log(level as u32, text.as_ptr(), text.len()) };
+}
+
+/// Sends a request to a cluster; its answer comes to the root whose callback this is called from, with this token.
+pub fn http_call(
+    cluster: &str,
+    headers: &[(&str, &str)],
+    body: &[u8],
+    timeout: Duration,
+) -> Result<u32, HostError> {
+    let headers = serialize_pairs(headers);
+    let no_trailers = serialize_pairs::<&str, &str>(&[]);
+    let body_data = if body.is_empty() { null() } else { body.as_ptr() };
+    let millis = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
+    let mut token = 0;
+    // SAFETY: the pointers are valid for the call.
+    check(unsafe {
+        proxy_http_call(
+            cluster.as_ptr(),
+            cluster.len(),
+            headers.as_ptr(),
+            headers.len(),
+            body_data,
+            body.len(),
+            no_trailers.as_ptr(),
+            no_trailers.len(),
+            millis,
+            &raw mut token,
+        )
+    })?;
+    Ok(token)
 }
 
 /// All lines of a map, serialized.

@@ -82,10 +82,10 @@ impl<'a> HostIo<'a> {
     }
 
     fn timed<T>(&self, operation: impl FnOnce() -> T) -> T {
-        let started = hostcalls::monotonic_nanos();
         let result = operation();
-        let nanos = hostcalls::monotonic_nanos().saturating_sub(started);
-        self.shared.metrics.record(Histogram::StoreMillis, nanos / 1_000_000);
+        // The callback's time is the operation's start, to the millisecond that is recorded.
+        let millis = Shared::now().since(self.now).as_millis();
+        self.shared.metrics.record(Histogram::StoreMillis, u64::try_from(millis).unwrap_or(u64::MAX));
         result
     }
 }

@@ -1,9 +1,11 @@
 //! The proxy-wasm side: callbacks in, host calls out. The only room that talks to Envoy.
 
+mod abi;
 mod execution;
 mod hostcalls;
 mod io;
 mod metrics;
+mod random;
 mod redis;
 mod request_end_hold;
 mod root;
@@ -14,11 +16,3 @@ mod stream;
 #[cfg(feature = "test-hooks")]
 mod test_hooks;
 mod wake;
-
-use proxy_wasm::traits::RootContext;
-use proxy_wasm::types::LogLevel;
-
-proxy_wasm::main! {{
-    proxy_wasm::set_log_level(LogLevel::Info);
-    proxy_wasm::set_root_context(|context_id| -> Box<dyn RootContext> { Box::new(root::Root::new(context_id)) });
-}}

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::hostcalls::{self, Buffer, Map};
+use super::hostcalls::{self, Buffer, HostError, Map};
 use super::shared_data::HostCas;
 use super::stream::StreamState;
 use super::wake::Wake;
@@ -36,7 +36,8 @@ pub struct Link {
     near_cache: Option<NearCache<HostCas>>,
     pending: BTreeMap<u64, Pending>,
     last_ticket: u64,
-    callouts: BTreeMap<u32, Callout>,
+    /// By token: as many as may be in flight at once.
+    callouts: Vec<(u32, Callout)>,
     wake: Rc<Wake>,
     eviction: EvictionWatch,
     key_prefix: String,
@@ -122,7 +123,7 @@ impl Link {
             near_cache,
             pending: BTreeMap::new(),
             last_ticket: 0,
-            callouts: BTreeMap::new(),
+            callouts: Vec::new(),
             eviction: EvictionWatch::new(EVICTION_CHECK_PAUSE),
             key_prefix: settings.key_prefix.clone(),
             timeout: settings.timeout,
@@ -187,10 +188,10 @@ impl Link {
                         sent: now,
                         timeout: dispatch.timeout,
                     };
-                    self.callouts.insert(token, callout);
+                    self.callouts.push((token, callout));
                 }
                 Err(status) => {
-                    let unknown = status == proxy_wasm::types::Status::BadArgument;
+                    let unknown = status.0 == hostcalls::BAD_ARGUMENT;
                     trap = Some(if unknown { Trap::UnknownCluster } else { Trap::NobodyListens });
                     self.batcher.on_refused(dispatch.batch, now);
                 }
@@ -202,9 +203,9 @@ impl Link {
         trap
     }
 
-    fn call(&self, body: &[u8], timeout: Duration) -> Result<u32, proxy_wasm::types::Status> {
-        let headers = vec![(":method", "POST"), (":path", "/"), (":authority", "redis")];
-        proxy_wasm::hostcalls::dispatch_http_call(&self.cluster, headers, Some(body), Vec::new(), timeout)
+    fn call(&self, body: &[u8], timeout: Duration) -> Result<u32, HostError> {
+        const HEADERS: [(&str, &str); 3] = [(":method", "POST"), (":path", "/"), (":authority", "redis")];
+        hostcalls::http_call(&self.cluster, &HEADERS, body, timeout)
     }
 
     /// Behind a batch, so that no operation waits for it.
@@ -244,7 +245,8 @@ impl Link {
             self.found = self.eviction.on_reply(answer.replies(), now).or(self.found.take());
             return None;
         }
-        let callout = self.callouts.remove(&token)?;
+        let at = self.callouts.iter().position(|(sent, _)| *sent == token)?;
+        let (_, callout) = self.callouts.swap_remove(at);
         answer.operations = callout.operations;
         answer.is_early = now.since(callout.sent) < callout.timeout / 2;
         let trap = answer.diagnose();
@@ -284,7 +286,7 @@ impl Link {
 
     /// Why operations failed since this was last called, for the log.
     pub fn take_causes(&mut self) -> Vec<&'static str> {
-        self.batcher.take_counts().causes.into_keys().map(crate::store::redis::Cause::as_str).collect()
+        self.batcher.take_counts().causes.iter().map(|(cause, _)| cause.as_str()).collect()
     }
 
     /// Keeps a copy of what Redis is known to hold.

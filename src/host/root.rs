@@ -6,15 +6,13 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use proxy_wasm::traits::{Context, HttpContext, RootContext};
-use proxy_wasm::types::ContextType;
-
+use super::abi::HttpContext;
 use super::execution::{self, Executions, HeldRequest};
 use super::hostcalls::{self, Buffer};
 use super::io::Acting;
 use super::metrics::Metrics;
+use super::random::RandomOwners;
 use super::redis::{self, Kind, Link, Pending, Waits};
-use super::request_end_hold::RequestEndHold;
 use super::shared_data::HostCas;
 use super::stream::{Stream, StreamState};
 use super::wake::Wake;
@@ -62,6 +60,10 @@ pub struct Shared {
     pub outbox: RefCell<Outbox>,
     /// The metrics.
     pub metrics: Metrics,
+    /// Owners of claims to come.
+    pub random: RandomOwners,
+    /// Some rule covers some hosts only: what a host call tells of them is worth its time.
+    pub looks_at_hosts: bool,
     /// Filter state that leads the further pass of an internal redirect to its claim: random, so that another
     /// filter of this kind in the chain has another.
     pub handover_state: String,
@@ -78,7 +80,7 @@ pub struct Shared {
     /// Where a root of this store leaves what its outbox still holds when it goes.
     spill_name: String,
     next_spill_look: Cell<Timestamp>,
-    warned: RefCell<BTreeMap<&'static str, Timestamp>>,
+    warned: RefCell<Vec<(&'static str, Timestamp)>>,
 }
 
 /// Where records live.
@@ -379,10 +381,11 @@ impl Shared {
 
     fn tell(&self, what: &'static str, text: std::fmt::Arguments<'_>, now: Timestamp) {
         let Ok(mut warned) = self.warned.try_borrow_mut() else { return };
-        if warned.get(what).is_some_and(|last| now.since(*last) < WARNING_PAUSE) {
+        if warned.iter().any(|(warning, last)| *warning == what && now.since(*last) < WARNING_PAUSE) {
             return;
         }
-        warned.insert(what, now);
+        warned.retain(|(warning, _)| *warning != what);
+        warned.push((what, now));
         log::warn!("{text}");
     }
 
@@ -498,9 +501,11 @@ impl Root {
         for warning in &config.warnings {
             log::warn!("{warning}");
         }
-        if let Some(rate) = config.sustained_keys_per_second() {
+        if let Some(rate) = config.sustained_keys_per_100_seconds() {
             log::info!(
-                "the embedded store sustains {rate:.2} new keys per second (max_records / record_ttl)"
+                "the embedded store sustains {}.{:02} new keys per second (max_records / record_ttl)",
+                rate / 100,
+                rate % 100
             );
         }
         self.role = Some(Role::Filter(Rc::new(self.open(*config)?)));
@@ -536,8 +541,11 @@ impl Root {
         let shortest = leases.chain(store_timeout).chain(waits.then_some(SHORTEST_WAIT)).min();
         let tick = shortest.map_or(LONGEST_TICK, |time| (time / 10).clamp(SHORTEST_TICK, LONGEST_TICK));
         let outbox = RefCell::new(Outbox::new(config.limits.captured_bytes));
+        let looks_at_hosts = config.rules.iter().any(|rule| !rule.matcher.hosts.is_empty());
         Ok(Shared {
             root_id: self.id,
+            random: RandomOwners::default(),
+            looks_at_hosts,
             worker: Rc::new(Worker::new(config)),
             backend,
             outbox,
@@ -553,13 +561,19 @@ impl Root {
             idle_ticks: Cell::new(0),
             spill_name: format!("idem:outbox:{store_name}"),
             next_spill_look: Cell::new(Timestamp::default()),
-            warned: RefCell::new(BTreeMap::new()),
+            warned: RefCell::new(Vec::new()),
         })
     }
 }
 
-impl Context for Root {
-    fn on_http_call_response(&mut self, token: u32, headers: usize, body_size: usize, trailers: usize) {
+impl Root {
+    /// The context's id.
+    pub const fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// A callout was answered, or was not.
+    pub fn on_http_call_response(&self, token: u32, headers: usize, body_size: usize, trailers: usize) {
         let Some(Role::Filter(shared)) = &self.role else { return };
         if shared.on_executed(token, headers, body_size, trailers, Shared::now()) {
             shared.pump(Shared::now());
@@ -586,20 +600,15 @@ impl Context for Root {
         shared.pump(now);
     }
 
-    fn on_done(&mut self) -> bool {
+    /// The root goes.
+    pub fn on_done(&self) {
         if let Some(Role::Filter(shared)) = &self.role {
             shared.finish();
         }
-        true
-    }
-}
-
-impl RootContext for Root {
-    fn on_vm_start(&mut self, _vm_configuration_size: usize) -> bool {
-        true
     }
 
-    fn on_configure(&mut self, _plugin_configuration_size: usize) -> bool {
+    /// The plugin configuration is there; `false` refuses it.
+    pub fn on_configure(&mut self) -> bool {
         match self.configure() {
             Ok(()) => true,
             Err(error) => {
@@ -609,13 +618,15 @@ impl RootContext for Root {
         }
     }
 
-    fn on_tick(&mut self) {
+    /// Time passed.
+    pub fn on_tick(&self) {
         if let Some(Role::Filter(shared)) = &self.role {
             shared.on_tick();
         }
     }
 
-    fn on_queue_ready(&mut self, queue_id: u32) {
+    /// A queue of some root has an item.
+    pub fn on_queue_ready(&self, queue_id: u32) {
         let Some(Role::Filter(shared)) = &self.role else { return };
         shared.wake_up.on_woken(queue_id);
         let now = Shared::now();
@@ -624,17 +635,14 @@ impl RootContext for Root {
         shared.pump(now);
     }
 
-    fn create_http_context(&self, context_id: u32) -> Option<Box<dyn HttpContext>> {
-        match self.role.as_ref()? {
-            Role::RequestEndHold => Some(Box::new(RequestEndHold)),
-            Role::Filter(shared) => Some(Box::new(Stream::new(context_id, Rc::clone(shared)))),
+    /// A context for a stream; `None` while the root is not configured.
+    pub fn create_stream(&self, id: u32) -> Option<HttpContext> {
+        Some(match self.role.as_ref()? {
+            Role::RequestEndHold => HttpContext::RequestEndHold,
+            Role::Filter(shared) => HttpContext::Filter(Stream::new(id, Rc::clone(shared))),
             #[cfg(feature = "test-hooks")]
-            Role::StoreDriver => Some(Box::new(super::store_driver::StoreDriver::new())),
-        }
-    }
-
-    fn get_type(&self) -> Option<ContextType> {
-        Some(ContextType::HttpContext)
+            Role::StoreDriver => HttpContext::StoreDriver,
+        })
     }
 }
 

@@ -4,11 +4,10 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use proxy_wasm::traits::{Context, HttpContext};
-use proxy_wasm::types::Action;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::abi::Action;
 use super::hostcalls::{self, Buffer};
 use super::shared_data::HostCas;
 use crate::clock::Timestamp;
@@ -55,9 +54,20 @@ struct Request {
 pub struct StoreDriver;
 
 impl StoreDriver {
-    /// Holds nothing: the host buffers the request.
-    pub const fn new() -> Self {
-        Self
+    /// Answers once the body, which the host buffers, is whole.
+    pub fn on_request_body(size: usize, end: bool) -> Action {
+        if !end {
+            return Action::Pause;
+        }
+        let body = hostcalls::buffer(Buffer::RequestBody, 0, size).unwrap_or_default();
+        let (status, value) = match Self::answer(&body) {
+            Ok(value) => (200, value),
+            Err(error) => (400, json!({"error": error})),
+        };
+        let headers = serialize_pairs(&[("content-type", "application/json")]);
+        let _ =
+            hostcalls::send_local_response(status, "store_driver", &headers, value.to_string().as_bytes());
+        Action::Pause
     }
 
     fn answer(body: &[u8]) -> Result<Value, String> {
@@ -147,27 +157,4 @@ fn unhex(text: &str) -> Result<Vec<u8>, String> {
 
 fn bytes<const N: usize>(text: &str) -> Result<[u8; N], String> {
     unhex(text)?.try_into().map_err(|_| format!("not {N} bytes"))
-}
-
-impl Context for StoreDriver {}
-
-impl HttpContext for StoreDriver {
-    fn on_http_request_headers(&mut self, _num_headers: usize, _end_of_stream: bool) -> Action {
-        Action::Pause
-    }
-
-    fn on_http_request_body(&mut self, body_size: usize, end_of_stream: bool) -> Action {
-        if !end_of_stream {
-            return Action::Pause;
-        }
-        let body = hostcalls::buffer(Buffer::RequestBody, 0, body_size).unwrap_or_default();
-        let (status, value) = match Self::answer(&body) {
-            Ok(value) => (200, value),
-            Err(error) => (400, json!({"error": error})),
-        };
-        let headers = serialize_pairs(&[("content-type", "application/json")]);
-        let _ =
-            hostcalls::send_local_response(status, "store_driver", &headers, value.to_string().as_bytes());
-        Action::Pause
-    }
 }

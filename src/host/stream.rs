@@ -3,20 +3,17 @@
 use std::cell::RefCell;
 use std::rc::{Rc, Weak};
 
-use proxy_wasm::traits::{Context, HttpContext};
-use proxy_wasm::types::Action;
-
+use super::abi::Action;
 use super::hostcalls::{self, Buffer, Direction, Map};
 use super::io::{Acting, HostIo};
 use super::root::Shared;
 use crate::clock::Timestamp;
 use crate::config::Mode;
 use crate::exchange::{Event, Exchange, Gate, drive};
-use crate::headers::{Attributes, HeaderBlock, RequestHead};
+use crate::headers::{Attributes, HeaderBlock, RequestHead, serialize_pairs};
 use crate::metrics::Counter;
 use crate::outcome::{ClosingFacts, ResponseFacts};
 use crate::policy::{Bypass, Coverage, RouteOverride, decide_coverage, is_grpc, is_safe, is_upgrade};
-use crate::record::Owner;
 use crate::reply::replay::are_remarks;
 
 /// What a stream and its root share.
@@ -123,7 +120,8 @@ impl Stream {
         if held == Gate::HoldRequest && state.replied { Action::Pause } else { state.action(held) }
     }
 
-    fn on_head(&mut self, end: bool) -> Action {
+    /// The head of the request.
+    pub fn on_request_head(&mut self, end: bool) -> Action {
         if let Some(handover) = self.shared.adopt() {
             let state = self.begin();
             self.shared.enlist(self.id, &state);
@@ -133,7 +131,11 @@ impl Stream {
         if is_safe(&method) {
             return Action::Continue;
         }
-        let authority = hostcalls::header(Map::Request, ":authority").unwrap_or_default();
+        let authority = if self.shared.looks_at_hosts {
+            hostcalls::header(Map::Request, ":authority").unwrap_or_default()
+        } else {
+            Vec::new()
+        };
         let path = hostcalls::header(Map::Request, ":path").unwrap_or_default();
         let shared = Rc::clone(&self.shared);
         let rules = &shared.worker.config.rules;
@@ -149,7 +151,7 @@ impl Stream {
             hostcalls::header_pairs(Map::Request).ok().and_then(|bytes| HeaderBlock::parse(bytes).ok());
         // A map the host could not serialize comes as an empty one.
         let headers = headers.filter(|headers| headers.first(":method").is_some());
-        let (Some(headers), Some(owner)) = (headers, hostcalls::random_bytes::<16>()) else {
+        let (Some(headers), Some(owner)) = (headers, self.shared.random.take()) else {
             return if rule.mode == Mode::Shadow { Action::Continue } else { self.refuse_unreadable() };
         };
         if is_upgrade(&headers) {
@@ -160,8 +162,7 @@ impl Stream {
         }
         let state = self.begin();
         let head = RequestHead { headers: &headers, attributes: &HostAttributes };
-        let event =
-            Event::RequestHead { rule: Rc::clone(rule), head: &head, end, owner: Owner::from_bytes(owner) };
+        let event = Event::RequestHead { rule: Rc::clone(rule), head: &head, end, owner };
         let action = self.feed(event, Gate::HoldRequest);
         if state.try_borrow().is_ok_and(|state| !state.exchange.is_inert()) {
             self.shared.enlist(self.id, &state);
@@ -216,14 +217,9 @@ fn route_override() -> RouteOverride {
     }
 }
 
-impl Context for Stream {}
-
-impl HttpContext for Stream {
-    fn on_http_request_headers(&mut self, _num_headers: usize, end_of_stream: bool) -> Action {
-        self.on_head(end_of_stream)
-    }
-
-    fn on_http_request_body(&mut self, body_size: usize, end_of_stream: bool) -> Action {
+impl Stream {
+    /// A piece of the request's body.
+    pub fn on_request_body(&mut self, body_size: usize, end_of_stream: bool) -> Action {
         if !self.wants(Exchange::wants_request_body) {
             return self.action(Gate::HoldRequest);
         }
@@ -244,7 +240,8 @@ impl HttpContext for Stream {
         action
     }
 
-    fn on_http_request_trailers(&mut self, _num_trailers: usize) -> Action {
+    /// The request's trailers.
+    pub fn on_request_trailers(&mut self) -> Action {
         // With trailers the end of stream is never announced in the body callback.
         if self.wants(Exchange::wants_request_body) {
             return self.feed(Event::RequestTrailers, Gate::HoldRequest);
@@ -252,7 +249,8 @@ impl HttpContext for Stream {
         self.action(Gate::HoldRequest)
     }
 
-    fn on_http_response_headers(&mut self, _num_headers: usize, end_of_stream: bool) -> Action {
+    /// The head of the response.
+    pub fn on_response_head(&mut self, end_of_stream: bool) -> Action {
         if !self.wants(Exchange::wants_response_head) {
             return Action::Continue;
         }
@@ -286,7 +284,8 @@ impl HttpContext for Stream {
         )
     }
 
-    fn on_http_response_body(&mut self, body_size: usize, end_of_stream: bool) -> Action {
+    /// A piece of the response's body.
+    pub fn on_response_body(&mut self, body_size: usize, end_of_stream: bool) -> Action {
         if !self.wants(Exchange::wants_response_body) {
             return self.action(Gate::HoldResponse);
         }
@@ -304,7 +303,8 @@ impl HttpContext for Stream {
         action
     }
 
-    fn on_http_response_trailers(&mut self, _num_trailers: usize) -> Action {
+    /// The response's trailers.
+    pub fn on_response_trailers(&mut self) -> Action {
         if !self.wants(Exchange::wants_response_body) {
             return self.action(Gate::HoldResponse);
         }
@@ -318,7 +318,8 @@ impl HttpContext for Stream {
         self.feed(event, Gate::HoldResponse)
     }
 
-    fn on_log(&mut self) {
+    /// The stream is over.
+    pub fn on_log(&mut self) {
         self.shared.strike(self.id);
         if !self.wants(|exchange| !exchange.is_inert()) {
             return;
@@ -330,6 +331,14 @@ impl HttpContext for Stream {
         let facts = ClosingFacts { code_details: &code_details, flags };
         self.feed(Event::StreamClosed(facts), Gate::Pass);
     }
+}
+
+/// Answers a request that no context stands for: its plugin is not configured.
+pub fn refuse_unknown() -> Action {
+    let no_headers = serialize_pairs::<&str, &str>(&[]);
+    // If this fails, too, the request stays held.
+    let _ = hostcalls::send_local_response(503, "idempotency_not_configured", &no_headers, &[]);
+    Action::Pause
 }
 
 impl Drop for Stream {

@@ -3,9 +3,8 @@
 pub mod problem;
 pub mod replay;
 
-use std::collections::BTreeSet;
-
 use crate::headers::{HeaderBlock, serialize_pairs};
+use crate::sorted::NameSet;
 
 /// A reply made by the filter.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,8 +38,8 @@ impl LocalReply {
 /// filter's lines only; the others are of this response.
 #[must_use]
 pub fn put_right(own: &HeaderBlock, made: &HeaderBlock) -> Option<Vec<u8>> {
-    let names: BTreeSet<&[u8]> = own.iter().map(|(name, _)| name).collect();
-    let is_own = |name: &[u8]| name == b"content-type" || names.contains(name);
+    let names = NameSet::new(&own.iter().map(|(name, _)| name).collect::<Vec<_>>());
+    let is_own = |name: &[u8]| name == b"content-type" || names.has(name);
     if made.iter().filter(|(name, _)| is_own(name)).eq(own.iter()) {
         return None;
     }

@@ -1,11 +1,10 @@
 //! Which header lines of a response are kept, and how a kept response is sent again.
 
-use std::collections::BTreeSet;
-
 use super::LocalReply;
 use crate::config::Rule;
 use crate::headers::{HeaderBlock, serialize_pairs};
 use crate::record::codec::StoredResponse;
+use crate::sorted::NameSet;
 
 /// Marks requests and responses that went through without protection.
 pub const PROTECTION_HEADER: &str = "idempotency-protection";
@@ -80,19 +79,21 @@ pub fn has_cors(headers: &HeaderBlock) -> bool {
 }
 
 /// The fields of a message that end at the next hop (RFC 9110 section 7.6.1).
-pub struct HopByHop(BTreeSet<Vec<u8>>);
+pub struct HopByHop<'a>(NameSet<'a>);
 
-impl HopByHop {
+impl<'a> HopByHop<'a> {
     /// Those known by name, and those that this message's `Connection` names.
     #[must_use]
-    pub fn of(headers: &HeaderBlock) -> Self {
-        Self(named_by_connection(headers))
+    pub fn of(headers: &'a HeaderBlock) -> Self {
+        let lines = headers.lines("connection");
+        let options = lines.flat_map(|line| line.split(|byte| *byte == b','));
+        Self(NameSet::new(&options.map(<[u8]>::trim_ascii).collect::<Vec<_>>()))
     }
 
     /// Whether `name`, in either case, is one of them.
     #[must_use]
     pub fn has(&self, name: &[u8]) -> bool {
-        HOP_BY_HOP.contains(&name) || (!self.0.is_empty() && self.0.contains(&name.to_ascii_lowercase()))
+        HOP_BY_HOP.contains(&name) || self.0.has(name)
     }
 }
 
@@ -102,7 +103,7 @@ pub fn is_execution_report(name: &[u8]) -> bool {
     name.starts_with(EXECUTION_REPORT)
 }
 
-fn is_kept(name: &[u8], hop_by_hop: &HopByHop, rule: &Rule) -> bool {
+fn is_kept(name: &[u8], hop_by_hop: &HopByHop<'_>, rule: &Rule) -> bool {
     if name.starts_with(b":") || is_execution_report(name) {
         return false;
     }
@@ -118,15 +119,6 @@ fn is_kept(name: &[u8], hop_by_hop: &HopByHop, rule: &Rule) -> bool {
         return false;
     }
     !hop_by_hop.has(name)
-}
-
-/// `Connection` names further hop-by-hop fields (RFC 9110 section 7.6.1). In lower case.
-fn named_by_connection(headers: &HeaderBlock) -> BTreeSet<Vec<u8>> {
-    headers
-        .lines("connection")
-        .flat_map(|line| line.split(|byte| *byte == b','))
-        .map(|option| option.trim_ascii().to_ascii_lowercase())
-        .collect()
 }
 
 /// The reply that sends a kept response again. `stored` is `encoded`, decoded, and not a tombstone.

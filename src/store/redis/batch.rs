@@ -18,7 +18,7 @@
 //!
 //! A batch whose answer never comes gives its place up; what it brings later is ignored.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::envelope;
@@ -94,7 +94,7 @@ pub struct Counts {
     /// Answers that came when nobody waited any more.
     pub late: u64,
     /// What operations failed of, each try counted.
-    pub causes: BTreeMap<Cause, u64>,
+    pub causes: Vec<(Cause, u64)>,
 }
 
 #[derive(Debug)]
@@ -339,7 +339,9 @@ impl Batcher {
     }
 
     fn count(&mut self, cause: Cause) {
-        let count = self.counts.causes.entry(cause).or_default();
-        *count = count.saturating_add(1);
+        match self.counts.causes.iter_mut().find(|(known, _)| *known == cause) {
+            Some((_, count)) => *count = count.saturating_add(1),
+            None => self.counts.causes.push((cause, 1)),
+        }
     }
 }
