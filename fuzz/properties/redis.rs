@@ -13,7 +13,7 @@ use idempotency::store::redis::operation::{read_claim, read_write};
 use idempotency::store::redis::resp::{DecodeError, Value, decode, encode_command};
 use idempotency::store::redis::{
     Answer, BatchSettings, Batcher, CalloutAnswer, Eviction, EvictionWatch, Operation, Priority, SCRIPTS,
-    envelope,
+    envelope, Transport,
 };
 use idempotency::store::{Claim, ClaimReply, Hold, StoreError, Write, WriteReply};
 
@@ -100,6 +100,7 @@ pub fn redis_reply(data: &[u8]) {
         body,
         operations,
         is_early: body.len() % 2 == 0,
+        transport: Transport::Link,
     };
     let is_whole = answer.replies().is_ok_and(|body| envelope::open(body, operations).is_some());
     assert_eq!(answer.diagnose().is_none(), is_whole);
@@ -140,6 +141,7 @@ fn judge_batches(answer: &CalloutAnswer<'_>, operations: usize, is_whole: bool) 
         timeout,
         max_in_flight_batches: 2,
         max_response_body_bytes: 1_000,
+        transport: Transport::Link,
     };
     let mut batcher = Batcher::new(settings, SCRIPTS);
     let mut now = Timestamp::from_millis(1_000);

@@ -30,6 +30,8 @@ pub(super) struct Job {
     pub(super) call: Call,
     /// How often it failed after it was sent: so often, it may have been executed.
     pub(super) failures: u8,
+    /// See [`super::slot::range_of`].
+    pub(super) range: u64,
 }
 
 /// What one callout may carry.
@@ -92,19 +94,18 @@ impl Queue {
         self.lane_of(&job).push_front(job);
     }
 
-    /// Takes out everything whose time is over.
-    pub(super) fn take_expired(&mut self, now: Timestamp) -> Vec<Job> {
-        let mut expired = Vec::new();
+    /// Takes out everything that it is true of.
+    pub(super) fn take_where(&mut self, is_taken: impl Fn(&Job) -> bool) -> Vec<Job> {
+        let mut taken = Vec::new();
         for lane in self.lanes_mut() {
             // Nearly always nothing is, and then nothing is moved.
-            if lane.iter().any(|job| now >= job.deadline) {
-                let (over, waiting): (Vec<_>, Vec<_>) =
-                    std::mem::take(lane).into_iter().partition(|job| now >= job.deadline);
+            if lane.iter().any(&is_taken) {
+                let (out, waiting): (Vec<_>, Vec<_>) = std::mem::take(lane).into_iter().partition(&is_taken);
                 *lane = waiting.into();
-                expired.extend(over);
+                taken.extend(out);
             }
         }
-        expired
+        taken
     }
 
     /// Takes out a claim that waits.
@@ -200,7 +201,7 @@ mod tests {
             Operation::Write(Hold { key, owner, fingerprint, attempt: 1 }, Write::Release)
         };
         let deadline = Timestamp::from_millis(ticket);
-        Job { ticket, operation, priority, deadline, call: Call::Name, failures }
+        Job { ticket, operation, priority, deadline, call: Call::Name, failures, range: 1 }
     }
 
     fn queue(jobs: impl IntoIterator<Item = Job>) -> Queue {
@@ -253,7 +254,7 @@ mod tests {
     fn what_is_over_or_cancelled_is_taken_out() {
         let jobs = (1..=4).map(|ticket| job(ticket, Priority::Normal, 0, ticket != 3));
         let mut waiting = queue(jobs);
-        let expired = waiting.take_expired(Timestamp::from_millis(1));
+        let expired = waiting.take_where(|job| job.deadline <= Timestamp::from_millis(1));
         assert_eq!(expired.iter().map(|job| job.ticket).collect::<Vec<_>>(), [1]);
         assert!(waiting.take_claim(3).is_none());
         assert!(waiting.take_claim(9).is_none());
