@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use idempotency::config::{
-    Commit, Config, Execution, HostPattern, InFlight, KeyFormat, KeySyntax, MissingKey, Mode,
-    Dialect, GatewayConfig, NearCacheConfig, OnAbandoned, OnFailure, OnStoreError, PathMatcher, Plugin, RedisConfig, Scope,
-    ScopePart, SharedDataConfig, StatusMeaning, Statuses, StoreConfig, WhenFull, load, load_plugin,
+    Commit, Config, Dialect, Execution, GatewayConfig, HostPattern, InFlight, KeyFormat, KeySyntax,
+    MissingKey, Mode, NearCacheConfig, OnAbandoned, OnFailure, OnStoreError, PathMatcher, Plugin,
+    RedisConfig, Scope, ScopePart, SharedDataConfig, StatusMeaning, Statuses, StoreConfig, WhenFull, load,
+    load_plugin,
 };
 
 fn folder(name: &str) -> PathBuf {
@@ -298,7 +299,8 @@ fn a_gateway_says_its_dialect_and_what_it_wants_to_hear() {
         token_env: Some("UPSTASH_REDIS_REST_TOKEN".to_owned()),
     };
     assert_eq!(gateway("redis_upstash"), (upstash.clone(), 2));
-    let own = GatewayConfig { dialect: Dialect::UpstashBase64, token_env: Some("TOKEN".to_owned()), ..upstash };
+    let own =
+        GatewayConfig { dialect: Dialect::UpstashBase64, token_env: Some("TOKEN".to_owned()), ..upstash };
     assert_eq!(gateway("redis_upstash_base64"), (own, 2));
 }
 

@@ -74,7 +74,8 @@ impl RawStore {
                 timeout: redis.timeout.given_or(TIMEOUT),
                 key_prefix: redis.key_prefix.given_or(KEY_PREFIX.to_owned()),
                 max_in_flight_batches: {
-                    let is_webdis = matches!(redis.gateway.located(), Some((it, _)) if it.dialect == Dialect::Webdis);
+                    let is_webdis =
+                        matches!(redis.gateway.located(), Some((it, _)) if it.dialect == Dialect::Webdis);
                     let default = if is_webdis { MAX_IN_FLIGHT_OF_WEBDIS } else { MAX_IN_FLIGHT_BATCHES };
                     narrow(redis.max_in_flight_batches.given_or(default))
                 },
@@ -148,7 +149,10 @@ fn read_gateway(json: &Json, path: &str, problems: &mut Problems) -> Option<Gate
     let token_env = object.field("token_env", problems, name);
     object.finish(problems);
     if dialect.is_absent() {
-        problems.refuse(&format!("{path}.dialect"), "missing, expected \"webdis\", \"upstash_resp2\" or \"upstash_base64\"");
+        problems.refuse(
+            &format!("{path}.dialect"),
+            "missing, expected \"webdis\", \"upstash_resp2\" or \"upstash_base64\"",
+        );
     }
     let dialect = dialect.given()?;
     let has_token = dialect != Dialect::Webdis;

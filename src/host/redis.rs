@@ -222,8 +222,11 @@ impl Link {
     }
 
     fn call(&self, request: &Encoded, timeout: Duration) -> Result<u32, proxy_wasm::types::Status> {
-        let mut headers =
-            vec![(":method", "POST"), (":path", request.path.as_str()), (":authority", self.authority.as_str())];
+        let mut headers = vec![
+            (":method", "POST"),
+            (":path", request.path.as_str()),
+            (":authority", self.authority.as_str()),
+        ];
         headers.extend_from_slice(request.headers);
         headers.extend(self.authorization.as_deref().map(|value| ("authorization", value)));
         let body = Some(request.body.as_slice());
@@ -267,7 +270,8 @@ impl Link {
             CalloutAnswer { headers, status, body: &body, operations: 1, is_early: false, transport };
         if self.eviction_check.take_if(|check| *check == token).is_some() {
             let replies = answer.replies().map(|replies| transport.as_of_link(replies, 1));
-            self.found = self.eviction.on_reply(replies.as_deref().map_err(|fault| *fault), now).or(self.found.take());
+            self.found =
+                self.eviction.on_reply(replies.as_deref().map_err(|fault| *fault), now).or(self.found.take());
             return None;
         }
         let callout = self.callouts.remove(&token)?;

@@ -57,16 +57,16 @@ async fn runs_each_key_once(dialect: &str) -> Gateway {
     let body: Vec<u8> = (0..=255).cycle().take(5_000).collect();
     let reply = Reply::status(201).header("x-part", b"\xe9b").chunk(body.clone());
     origin.on("/pay", Behaviour::Respond(reply));
-    let (one, two) = tokio::join!(
-        envoy(&gateway, &origin, dialect, TOKEN),
-        envoy(&gateway, &origin, dialect, TOKEN)
-    );
+    let (one, two) =
+        tokio::join!(envoy(&gateway, &origin, dialect, TOKEN), envoy(&gateway, &origin, dialect, TOKEN));
     let keys: Vec<String> = (0..KEYS).map(|_| unique_key()).collect();
     let mut racers = Vec::new();
     for key in &keys {
         for nth in 0..DUPLICATES {
             let (addr, request) = ([one.addr(), two.addr()][nth % 2], pay(key));
-            racers.push(tokio::spawn(async move { send_once(addr, Protocol::BOTH[nth / 2 % 2], &request).await }));
+            racers.push(tokio::spawn(
+                async move { send_once(addr, Protocol::BOTH[nth / 2 % 2], &request).await },
+            ));
         }
     }
     for racer in racers {
@@ -139,5 +139,8 @@ async fn a_gateway_that_fails_or_refuses_forwards_nothing() {
 async fn an_envoy_without_the_token_does_not_start() {
     let refused = Envoy::builder().plugin(plugin("upstash_resp2")).try_start().await;
     let log = refused.err().expect("it does not start");
-    assert!(log.contains("the VM has no token in its environment variable UPSTASH_REDIS_REST_TOKEN"), "{log}");
+    assert!(
+        log.contains("the VM has no token in its environment variable UPSTASH_REDIS_REST_TOKEN"),
+        "{log}"
+    );
 }

@@ -34,6 +34,7 @@ mod redis_eviction;
 mod redis_faults;
 mod redis_pair;
 mod requests;
+mod sentinel;
 mod smoke;
 mod stop_iteration;
 mod transports;

@@ -21,8 +21,8 @@ async fn envoy(cluster: &RedisCluster, origin: &Origin, pace: Pace, workers: usi
     let builder = Envoy::builder().workers(workers).plugin(plugin).origin_addr(origin.addr());
     let envoy = linked_to_cluster(builder, &cluster.addrs(), pace).start().await;
     poll_until(PATIENCE, "Envoy knows the cluster", async || {
-        let slots = envoy.stat("cluster.redis.membership_total").await;
-        (slots == cluster.nodes.len() as u64).then_some(())
+        let nodes = envoy.stat("cluster.redis.membership_total").await;
+        (nodes == cluster.nodes.len() as u64).then_some(())
     })
     .await;
     envoy
@@ -53,7 +53,8 @@ struct Slots {
 
 impl Slots {
     fn new() -> Slots {
-        let config = load(on_redis(plugin_with(rule(Pace::CLUSTER)), Pace::CLUSTER).to_string().as_bytes()).unwrap();
+        let config =
+            load(on_redis(plugin_with(rule(Pace::CLUSTER)), Pace::CLUSTER).to_string().as_bytes()).unwrap();
         let headers = HeaderBlock::from_pairs([(":method", "POST")]);
         let head = RequestHead { headers: &headers, attributes: &NoAttributes };
         let rule = &config.rules[0];
@@ -104,7 +105,12 @@ struct Load {
 }
 
 impl Load {
-    fn start(envoys: &[&Envoy], clients: usize, tries: usize, keys: impl Fn() -> String + Send + Sync + 'static) -> Load {
+    fn start(
+        envoys: &[&Envoy],
+        clients: usize,
+        tries: usize,
+        keys: impl Fn() -> String + Send + Sync + 'static,
+    ) -> Load {
         let (stop, shots, keys) = (Arc::default(), Arc::default(), Arc::new(keys));
         let mut load = Load { stop, shots, clients: Vec::new() };
         for number in 0..clients {
@@ -207,10 +213,8 @@ async fn redirects(envoy: &Envoy) -> u64 {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_batch_is_spread_over_the_shards_and_each_key_runs_once() {
     let (cluster, origin) = (RedisCluster::start(&[]).await, Origin::start().await);
-    let (one, two) = tokio::join!(
-        envoy(&cluster, &origin, Pace::PATIENT, 2),
-        envoy(&cluster, &origin, Pace::PATIENT, 2)
-    );
+    let (one, two) =
+        tokio::join!(envoy(&cluster, &origin, Pace::PATIENT, 2), envoy(&cluster, &origin, Pace::PATIENT, 2));
     // The same keys through both at the same time.
     let lanes: Vec<Vec<String>> = (0..16).map(|_| (0..20).map(|_| unique_key()).collect()).collect();
     let mut racers = Vec::new();
@@ -234,8 +238,10 @@ async fn a_batch_is_spread_over_the_shards_and_each_key_runs_once() {
     assert!(runs.values().all(|runs| *runs == 1), "{runs:?}");
     for envoy in [&one, &two] {
         assert_eq!((redirects(envoy).await, envoy.metric("store_errors").await), (0, 0));
-        let (batches, operations) =
-            (envoy.stat("cluster.redis-link.upstream_rq_total").await, envoy.stat("redis.redis.command.evalsha.total").await);
+        let (batches, operations) = (
+            envoy.stat("cluster.redis-link.upstream_rq_total").await,
+            envoy.stat("redis.redis.command.evalsha.total").await,
+        );
         assert!(operations > batches, "{operations} operations in {batches} callouts");
     }
     let keys = cluster.keys().await;
@@ -247,12 +253,11 @@ async fn a_batch_is_spread_over_the_shards_and_each_key_runs_once() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slots_that_move_under_load_lose_no_key_and_no_answer() {
     const MOVED: Range<usize> = 1_000..1_120;
-    let by_name = ["--cluster-announce-hostname", "localhost", "--cluster-preferred-endpoint-type", "hostname"];
+    let by_name =
+        ["--cluster-announce-hostname", "localhost", "--cluster-preferred-endpoint-type", "hostname"];
     let (cluster, origin) = (RedisCluster::start(&by_name).await, Origin::start().await);
-    let (one, two) = tokio::join!(
-        envoy(&cluster, &origin, Pace::PATIENT, 2),
-        envoy(&cluster, &origin, Pace::PATIENT, 2)
-    );
+    let (one, two) =
+        tokio::join!(envoy(&cluster, &origin, Pace::PATIENT, 2), envoy(&cluster, &origin, Pace::PATIENT, 2));
     let slots = Slots::new();
     let some_move = move || slots.key_in(&if RandomBit::next() { MOVED } else { 0..SLOTS });
     let load = Load::start(&[&one, &two], 16, usize::MAX, some_move);
@@ -260,7 +265,7 @@ async fn slots_that_move_under_load_lose_no_key_and_no_answer() {
     for slot in MOVED {
         cluster.begin_move(slot, 0, 1).await;
     }
-    let (asked, before) = (cluster.nodes[1].command("INFO commandstats").await, redirects(&one).await);
+    let before = redirects(&one).await;
     load.wait(load.count(|shot| shot.is_replay) + 200, "load while slots move", |shot| shot.is_replay).await;
     for slot in MOVED {
         cluster.end_move(slot, 0, 1).await;
@@ -270,7 +275,6 @@ async fn slots_that_move_under_load_lose_no_key_and_no_answer() {
     let shots = load.end().await;
     let redirected = redirects(&one).await + redirects(&two).await;
     println!("moved 120 slots: {:?}, {redirected} redirects", summary(shots.iter()));
-    assert!(!asked.contains("cmdstat_asking"), "{asked}");
     assert!(cluster.nodes[1].command("INFO commandstats").await.contains("cmdstat_asking"));
     assert!(cluster.nodes[0].command("INFO errorstats").await.contains("errorstat_ASK"));
     assert!(redirects(&one).await > before);
@@ -321,12 +325,15 @@ async fn a_dead_shard_fails_its_own_keys_only() {
     let shots = load.end().await;
     let within = |from: Instant| shots.iter().filter(move |shot| shot.at > from && shot.at + shot.took < end);
     let is_live = |shot: &&Shot| slots.shard_of(&shot.key) != 0;
-    println!("before      {:?}", summary(shots.iter().filter(|shot| shot.at < dead)));
+    println!("before      {:?}", summary(shots.iter().filter(|shot| shot.at + shot.took < dead)));
     println!("live, first {:?}", summary(within(dead).filter(|shot| shot.at < known).filter(is_live)));
     println!("live, then  {:?}", summary(within(known).filter(is_live)));
     println!("dead        {:?}", summary(within(dead).filter(|shot| !is_live(shot))));
-    let failed: BTreeSet<String> =
-        shots.iter().filter(|shot| shot.at > dead && shot.status == 503 && !is_live(shot)).map(|shot| shot.key.clone()).collect();
+    let failed: BTreeSet<String> = shots
+        .iter()
+        .filter(|shot| shot.at > dead && shot.status == 503 && !is_live(shot))
+        .map(|shot| shot.key.clone())
+        .collect();
     let before: BTreeSet<String> =
         shots.iter().filter(|shot| shot.at < dead).map(|shot| shot.key.clone()).collect();
     for key in failed.difference(&before) {
@@ -350,10 +357,8 @@ async fn storm_of_failovers_runs_nothing_twice_but_what_a_primary_took_with_it()
     let minutes: Option<u64> = std::env::var("CHAOS_MINUTES").ok().and_then(|minutes| minutes.parse().ok());
     let end = Instant::now() + Duration::from_secs(minutes.unwrap_or(0) * 20);
     let (mut cluster, origin, slots) = (RedisCluster::start(&[]).await, Origin::start().await, Slots::new());
-    let (one, two) = tokio::join!(
-        envoy(&cluster, &origin, Pace::CLUSTER, 2),
-        envoy(&cluster, &origin, Pace::CLUSTER, 2)
-    );
+    let (one, two) =
+        tokio::join!(envoy(&cluster, &origin, Pace::CLUSTER, 2), envoy(&cluster, &origin, Pace::CLUSTER, 2));
     let mut round = 0;
     while round < 2 || Instant::now() < end {
         let (shard, dies) = (round % SHARDS, round % 2 == 0);
@@ -374,7 +379,10 @@ async fn storm_of_failovers_runs_nothing_twice_but_what_a_primary_took_with_it()
         .await;
         let elected = fault.elapsed();
         let is_hit = |shot: &Shot| range.contains(&slots.of(&shot.key));
-        load.wait(50, "the shard is back", |shot| shot.at > fault + elected && shot.status == 200 && is_hit(shot)).await;
+        load.wait(50, "the shard is back", |shot| {
+            shot.at > fault + elected && shot.status == 200 && is_hit(shot)
+        })
+        .await;
         if dies {
             cluster.nodes[old].restart().await;
         } else {
@@ -383,9 +391,13 @@ async fn storm_of_failovers_runs_nothing_twice_but_what_a_primary_took_with_it()
         cluster.wait_replicas().await;
         let shots = load.end().await;
         let after = |shot: &&Shot| shot.at > fault;
-        let back = shots.iter().filter(after).filter(|shot| is_hit(shot) && shot.status == 200 && !shot.is_replay);
+        let back =
+            shots.iter().filter(after).filter(|shot| is_hit(shot) && shot.status == 200 && !shot.is_replay);
         let back = back.map(|shot| shot.at + shot.took - fault).min().unwrap();
-        println!("round {round}: shard {shard} {}, replica elected after {elected:?}, first answer after {back:?}", if dies { "killed" } else { "paused" });
+        println!(
+            "round {round}: shard {shard} {}, replica elected after {elected:?}, first answer after {back:?}",
+            if dies { "killed" } else { "paused" }
+        );
         println!("  its keys     {:?}", summary(shots.iter().filter(after).filter(|shot| is_hit(shot))));
         println!("  other shards {:?}", summary(shots.iter().filter(after).filter(|shot| !is_hit(shot))));
         assert!(back < Duration::from_secs(10), "{back:?}");
@@ -398,7 +410,11 @@ async fn storm_of_failovers_runs_nothing_twice_but_what_a_primary_took_with_it()
             let at_the_fault = shots.iter().any(|shot| {
                 shot.key == **key && shot.at < fault && shot.at + shot.took + Duration::from_secs(1) > fault
             });
-            assert!(at_the_fault && slots_hit(&slots, &range, key) && runs[*key] == 2, "{key} ran {} times", runs[*key]);
+            assert!(
+                at_the_fault && slots_hit(&slots, &range, key) && runs[*key] == 2,
+                "{key} ran {} times",
+                runs[*key]
+            );
         }
         round += 1;
     }

@@ -238,8 +238,16 @@ impl Tls {
         let port = self.addr.port().to_string();
         let (certificate, key) = (self.file("redis.crt"), self.file("redis.key"));
         let arguments = [
-            "--tls-port", &port, "--tls-cert-file", &certificate, "--tls-key-file", &key, "--tls-auth-clients", "no",
-            "--tls-ca-cert-file", &certificate,
+            "--tls-port",
+            &port,
+            "--tls-cert-file",
+            &certificate,
+            "--tls-key-file",
+            &key,
+            "--tls-auth-clients",
+            "no",
+            "--tls-ca-cert-file",
+            &certificate,
         ];
         arguments.map(str::to_owned).into()
     }

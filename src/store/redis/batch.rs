@@ -168,7 +168,16 @@ impl Batcher {
     pub fn submit(&mut self, ticket: u64, operation: Operation, priority: Priority, now: Timestamp) {
         let deadline = now.after(self.settings.timeout);
         let range = range_of(operation.key(&self.settings.key_prefix).as_bytes());
-        let job = Job { ticket, operation, priority, deadline, call: Call::Name, failures: 0, range };
+        let job = Job {
+            ticket,
+            operation,
+            priority,
+            deadline,
+            call: Call::Name,
+            failures: 0,
+            is_suspect: false,
+            range,
+        };
         self.queue_of(range).push_back(job);
     }
 
@@ -335,7 +344,8 @@ impl Batcher {
     }
 
     fn fail_all(&mut self, jobs: Vec<Option<Job>>, cause: Cause, now: Timestamp) -> Vec<Job> {
-        jobs.into_iter().filter_map(|job| self.fail(job?, cause, now)).collect()
+        let suspect = |job: Option<Job>| job.map(|job| Job { is_suspect: true, ..job });
+        jobs.into_iter().filter_map(|job| self.fail(suspect(job)?, cause, now)).collect()
     }
 
     /// A try that may have been executed: gives it back if another may help and there is time, or gives it up.

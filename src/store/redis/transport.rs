@@ -336,8 +336,15 @@ mod tests {
         );
         assert_eq!(opened(Transport::UpstashBase64, b"{\"error\":\"ERR\"}", 1), Some(1));
         for broken in [
-            &b""[..], b"[]", b"[{}]", b"[1]", b"[{\"result\":\"a\"}]", b"[{\"result\":[[1]]}]",
-            b"[{\"result\":1,\"error\":\"x\"}]", b"[{\"result\":1},{\"result\":1}]", b"<html>",
+            &b""[..],
+            b"[]",
+            b"[{}]",
+            b"[1]",
+            b"[{\"result\":\"a\"}]",
+            b"[{\"result\":[[1]]}]",
+            b"[{\"result\":1,\"error\":\"x\"}]",
+            b"[{\"result\":1},{\"result\":1}]",
+            b"<html>",
         ] {
             assert_eq!(opened(Transport::UpstashBase64, broken, 1), None, "{}", broken.escape_ascii());
         }

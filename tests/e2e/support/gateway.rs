@@ -53,7 +53,7 @@ impl Webdis {
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
-            .expect("webdis is missing: `make setup-redis`, or `apt-get install webdis`");
+            .expect("webdis is missing: `make setup-webdis`, or `apt-get install webdis`");
         let webdis = Webdis { process, addr, _directory: directory };
         poll_until(PATIENCE, "webdis listens", async || TcpStream::connect(addr).await.ok().map(drop)).await;
         webdis
@@ -98,7 +98,8 @@ impl Upstash {
             while let Ok((stream, _)) = listener.accept().await {
                 let most = Arc::clone(&most);
                 tokio::spawn(async move {
-                    let service = hyper::service::service_fn(move |request| serve(request, redis, Arc::clone(&most)));
+                    let service =
+                        hyper::service::service_fn(move |request| serve(request, redis, Arc::clone(&most)));
                     let _ = hyper::server::conn::http1::Builder::new()
                         .serve_connection(TokioIo::new(stream), service)
                         .await;
@@ -230,7 +231,8 @@ fn base64(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::new();
     for group in bytes.chunks(3) {
-        let bits = group.iter().fold(0_usize, |bits, byte| bits << 8 | usize::from(*byte)) << (8 * (3 - group.len()));
+        let bits = group.iter().fold(0_usize, |bits, byte| bits << 8 | usize::from(*byte))
+            << (8 * (3 - group.len()));
         for at in 0..4 {
             let digit = DIGITS[bits >> (18 - 6 * at) & 63];
             text.push(if at > group.len() { '=' } else { char::from(digit) });

@@ -26,9 +26,20 @@ impl RedisCluster {
             // A dead shard refuses its own keys only; a failover is decided within two seconds.
             let bus = bus.to_string();
             let own = [
-                "--cluster-enabled", "yes", "--cluster-port", &bus, "--cluster-node-timeout", "1000",
-                "--cluster-require-full-coverage", "no", "--cluster-replica-validity-factor", "0",
-                "--cluster-allow-replica-migration", "no", "--repl-diskless-sync-delay", "0",
+                "--cluster-enabled",
+                "yes",
+                "--cluster-port",
+                &bus,
+                "--cluster-node-timeout",
+                "1000",
+                "--cluster-require-full-coverage",
+                "no",
+                "--cluster-replica-validity-factor",
+                "0",
+                "--cluster-allow-replica-migration",
+                "no",
+                "--repl-diskless-sync-delay",
+                "0",
             ];
             Redis::start_with(&[&own[..], arguments].concat()).await
         }))
@@ -97,7 +108,9 @@ impl RedisCluster {
                 // A primary serves the slots that it calls its own.
                 let nodes = node.command("CLUSTER NODES").await;
                 let own = nodes.lines().find(|line| line.contains("myself,master"));
-                if own.is_some_and(|line| ranges(line).iter().any(|(first, last)| (*first..=*last).contains(&slot))) {
+                if own.is_some_and(|line| {
+                    ranges(line).iter().any(|(first, last)| (*first..=*last).contains(&slot))
+                }) {
                     return Some(at);
                 }
             }
@@ -131,8 +144,9 @@ impl RedisCluster {
             if keys.is_empty() {
                 break;
             }
-            let moved =
-                self.nodes[from].command(&format!("MIGRATE 127.0.0.1 {port} \"\" 0 5000 KEYS {}", keys.join(" "))).await;
+            let moved = self.nodes[from]
+                .command(&format!("MIGRATE 127.0.0.1 {port} \"\" 0 5000 KEYS {}", keys.join(" ")))
+                .await;
             assert!(moved.starts_with("+OK") || moved.starts_with("+NOKEY"), "{moved}");
         }
         for node in [to, from] {
@@ -160,10 +174,11 @@ pub fn linked_to_cluster(builder: Builder, nodes: &[SocketAddr], pace: Pace) -> 
         "proxy" => {
             let settings = &mut part["filter_chains"][0]["filters"][0]["typed_config"]["settings"];
             settings["op_timeout"] = json!(pace.op_timeout());
-            settings["dns_cache_config"] = json!({"name": "redis", "dns_lookup_family": "V4_ONLY"});
+            settings["dns_cache_config"] = json!({"name": "redis", "dns_lookup_family": "V4_PREFERRED"});
         }
         "redis_cluster" => {
             part["lb_policy"] = json!("CLUSTER_PROVIDED");
+            part["dns_lookup_family"] = json!("V4_PREFERRED");
             part["cluster_type"] = json!({"name": "envoy.clusters.redis", "typed_config": {
                 "@type": "type.googleapis.com/envoy.extensions.clusters.redis.v3.RedisClusterConfig",
                 "cluster_refresh_rate": "5s",
