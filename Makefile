@@ -36,7 +36,7 @@ help: ## list the targets (default)
 	@echo
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@echo
-	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis), PORT=… (run), ARGS=… (e2e), MINUTES=… SEED=… (chaos), VERSIONS=… (e2e-matrix), FILE=… (check-config), TARGET=… SECONDS=… (fuzz).'
+	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis, run-cluster), PORT=… (run), ARGS=… (e2e), MINUTES=… SEED=… (chaos), VERSIONS=… (e2e-matrix), FILE=… (check-config), TARGET=… SECONDS=… (fuzz).'
 
 .PHONY: setup
 setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .tools/
@@ -47,6 +47,10 @@ setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .too
 .PHONY: setup-redis
 setup-redis: ## install redis-server if it is missing (as root on Debian; says how otherwise)
 	@redis=$$(scripts/install-redis.sh) && echo "Redis: $$redis"
+
+.PHONY: setup-webdis
+setup-webdis: ## install webdis if it is missing, for the tests of gateways (as root on Debian; says how otherwise)
+	@webdis=$$(scripts/install-webdis.sh) && echo "Webdis: $$webdis"
 
 .PHONY: build
 build: ## build dist/idempotency.wasm
@@ -68,8 +72,12 @@ run: setup build ## start Envoy and a demo payments service, play the story; sta
 run-redis: setup setup-redis build ## the same with two Envoys on one Redis, one of them killed; stays up unless ONCE=1
 	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) cargo run --quiet --locked --example redis_demo
 
+.PHONY: run-cluster
+run-cluster: setup setup-redis build ## the same on a Redis Cluster of six nodes, one of them killed; stays up unless ONCE=1
+	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) cargo run --quiet --locked --example cluster_demo
+
 .PHONY: test
-test: setup setup-redis ## everything: format, lints, unit, configurations, e2e, planted bugs, the story
+test: setup setup-redis setup-webdis ## everything: format, lints, unit, configurations, e2e, planted bugs, the story
 	@for step in $(TEST_STEPS); do \
 	    printf '\n=== make %s · at %d s\n' "$$step" "$$SECONDS"; \
 	    $(MAKE) "$$step" || { printf '\n=== make test: FAILED in `make %s` after %d s\n' "$$step" "$$SECONDS" >&2; exit 1; }; \
@@ -109,16 +117,16 @@ validate: setup build ## does Envoy accept the configurations in envoy/?
 	done
 
 .PHONY: e2e
-e2e: setup setup-redis build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
+e2e: setup setup-redis setup-webdis build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --test e2e -- $(ARGS)
 
 .PHONY: chaos
 chaos: setup setup-redis build build-test-hooks ## break real processes under load for MINUTES (10), audit, print a table; SEED=… repeats a run's choices
 	ENVOY_PATH=$$(scripts/install-envoy.sh) CHAOS_MINUTES=$(or $(MINUTES),10) CHAOS_SEED=$(SEED) \
-	    cargo test --locked --test e2e chaos::storm -- --nocapture --test-threads 1
+	    cargo test --locked --test e2e -- chaos::storm redis_cluster::storm --nocapture --test-threads 1
 
 .PHONY: e2e-matrix
-e2e-matrix: setup setup-redis build build-test-hooks ## the same on every Envoy in VERSIONS, some minutes each
+e2e-matrix: setup setup-redis setup-webdis build build-test-hooks ## the same on every Envoy in VERSIONS, some minutes each
 	@scripts/e2e-matrix.sh $(VERSIONS) -- $(ARGS)
 
 .PHONY: planted

@@ -30,7 +30,7 @@ use idempotency::reply::replay::kept_headers;
 use idempotency::scope::resolve_scope;
 use idempotency::store::outbox::Outbox;
 use idempotency::store::redis::resp::{decode, encode_command};
-use idempotency::store::redis::{CalloutAnswer, envelope};
+use idempotency::store::redis::{CalloutAnswer, Transport, envelope};
 use idempotency::store::{Claim, ClaimReply, Hold, Store, StoreError, Write, WriteReply};
 use prost::Message as _;
 
@@ -218,8 +218,10 @@ fn redis_answers() {
             |body| {
                 let operations = body.len() / piece.len();
                 black_box(envelope::open(body, operations).is_some());
+                let transport = Transport::Link;
+                let is_early = true;
                 let answer =
-                    CalloutAnswer { headers: 3, status: Some(503), body, operations, is_early: true };
+                    CalloutAnswer { headers: 3, status: Some(503), body, operations, is_early, transport };
                 black_box(answer.diagnose());
             },
         );

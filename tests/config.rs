@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use idempotency::config::{
-    Commit, Config, Execution, HostPattern, InFlight, KeyFormat, KeySyntax, MissingKey, Mode,
-    NearCacheConfig, OnAbandoned, OnFailure, OnStoreError, PathMatcher, Plugin, RedisConfig, Scope,
-    ScopePart, SharedDataConfig, StatusMeaning, Statuses, StoreConfig, WhenFull, load, load_plugin,
+    Commit, Config, Dialect, Execution, GatewayConfig, HostPattern, InFlight, KeyFormat, KeySyntax,
+    MissingKey, Mode, NearCacheConfig, OnAbandoned, OnFailure, OnStoreError, PathMatcher, Plugin,
+    RedisConfig, Scope, ScopePart, SharedDataConfig, StatusMeaning, Statuses, StoreConfig, WhenFull, load,
+    load_plugin,
 };
 
 fn folder(name: &str) -> PathBuf {
@@ -260,6 +261,7 @@ fn what_is_left_out_of_redis_has_the_documented_default() {
         key_prefix: "idem:".to_owned(),
         max_in_flight_batches: 2,
         near_cache: Some(near_cache),
+        gateway: None,
     };
     assert_eq!(redis("redis_minimal"), expected);
     assert_eq!(redis("redis_near_cache_default"), expected);
@@ -276,9 +278,30 @@ fn every_setting_of_redis_arrives_where_it_belongs() {
         key_prefix: "payments:".to_owned(),
         max_in_flight_batches: 4,
         near_cache: Some(near_cache),
+        gateway: None,
     };
     assert_eq!(redis("redis"), expected);
     assert_eq!(redis("redis_camel_case"), expected);
+}
+
+#[test]
+fn a_gateway_says_its_dialect_and_what_it_wants_to_hear() {
+    let gateway = |name: &str| {
+        let redis = redis(name);
+        (redis.gateway.expect("a gateway"), redis.max_in_flight_batches)
+    };
+    let webdis = GatewayConfig { dialect: Dialect::Webdis, authority: "redis".to_owned(), token_env: None };
+    // One operation goes in one callout.
+    assert_eq!(gateway("redis_webdis"), (webdis, 32));
+    let upstash = GatewayConfig {
+        dialect: Dialect::UpstashResp2,
+        authority: "eu1-example.upstash.io".to_owned(),
+        token_env: Some("UPSTASH_REDIS_REST_TOKEN".to_owned()),
+    };
+    assert_eq!(gateway("redis_upstash"), (upstash.clone(), 2));
+    let own =
+        GatewayConfig { dialect: Dialect::UpstashBase64, token_env: Some("TOKEN".to_owned()), ..upstash };
+    assert_eq!(gateway("redis_upstash_base64"), (own, 2));
 }
 
 #[test]

@@ -7,6 +7,7 @@
 mod client;
 #[path = "../demo/page.rs"]
 mod page;
+#[allow(dead_code, reason = "the cluster's demo uses the rest")]
 mod processes;
 #[path = "../demo/service.rs"]
 mod service;
@@ -72,8 +73,10 @@ fn run() -> Fallible<bool> {
     let mut redis = processes::redis(&redis_binary, directory.path(), redis_port);
     redis.start(|| redis_answers(redis_port))?;
     let start = |port, admin| -> Fallible<Envoy> {
-        let ports = [port, admin, service.port(), redis_port];
-        let mut process = processes::envoy(&envoy_binary, directory.path(), ports)?;
+        let ports = [port, admin, service.port()];
+        let redis = [(6379, redis_port)];
+        let mut process =
+            processes::envoy(&envoy_binary, directory.path(), "envoy/redis.yaml", ports, &redis)?;
         process.start(|| processes::envoy_is_ready(admin))?;
         Ok(Envoy { process, client: Client::new(port), port, admin })
     };

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use crate::client::Client;
 use crate::{Fallible, signals};
 
-const CONFIGURATION: &str = "envoy/redis.yaml";
 /// The lease in the demo's copies of the configuration.
 pub const LOCK_TTL: Duration = Duration::from_secs(3);
 const START_UP: Duration = Duration::from_secs(60);
@@ -101,37 +100,55 @@ pub fn redis(binary: &str, directory: &Path, port: u16) -> Process {
     Process::new(command, directory.join("redis.log"))
 }
 
-/// An Envoy on a copy of the configuration with the ports, a socket and a lease of its own.
-pub fn envoy(binary: &str, directory: &Path, ports: [u16; 4]) -> Fallible<Process> {
+/// A node of a Redis Cluster that is not formed yet.
+pub fn cluster_node(binary: &str, directory: &Path, [port, bus]: [u16; 2]) -> Fallible<Process> {
+    let own = directory.join(format!("node-{port}"));
+    fs::create_dir(&own)?;
+    let mut command = Command::new(binary);
+    let (port, bus) = (port.to_string(), bus.to_string());
+    command.args(["--bind", "127.0.0.1", "--port", &port, "--save", "", "--maxmemory-policy", "noeviction"]);
+    command.args(["--cluster-enabled", "yes", "--cluster-port", &bus, "--cluster-node-timeout", "2000"]);
+    command.args(["--cluster-require-full-coverage", "no"]).arg("--dir").arg(&own);
+    Ok(Process::new(command, own.join("redis.log")))
+}
+
+/// An Envoy on a copy of the configuration with a socket and a lease of its own, and these ports: its own, its admin's,
+/// the service's; and for each usual port of Redis an actual one.
+pub fn envoy(
+    binary: &str,
+    directory: &Path,
+    configuration: &str,
+    ports: [u16; 3],
+    redis: &[(u16, u16)],
+) -> Fallible<Process> {
     let root = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| PathBuf::from("."), PathBuf::from);
     if !root.join("dist/idempotency.wasm").is_file() {
         return Err("dist/idempotency.wasm is missing: run `make build`".into());
     }
-    let [port, admin, service, redis] = ports;
-    let mut text = fs::read_to_string(root.join(CONFIGURATION))?;
-    for (usual, actual, times) in [
-        // Two spaces, or a later change could take this port for a usual one.
-        ("port_value: 10000 ", format!("port_value:  {port} "), 1),
-        ("port_value: 9901 ", format!("port_value:  {admin} "), 1),
-        ("port_value: 8080 ", format!("port_value:  {service} "), 1),
-        ("port_value: 6379 ", format!("port_value:  {redis} "), 1),
-        ("\"@idempotency-redis\"", format!("\"@idempotency-redis-{port}\""), 2),
-        ("\"lock_ttl\": \"60s\"", format!("\"lock_ttl\": \"{}s\"", LOCK_TTL.as_secs()), 1),
-    ] {
-        if text.matches(usual).count() != times {
-            return Err(format!("{CONFIGURATION} should have `{usual}` {times} ×").into());
+    let [port, admin, service] = ports;
+    let mut text = fs::read_to_string(root.join(configuration))?;
+    let moved = [(10_000, port), (9_901, admin), (8_080, service)];
+    // Two spaces, or a later change could take this port for a usual one.
+    let moved = moved
+        .iter()
+        .chain(redis)
+        .map(|(usual, actual)| (format!("port_value: {usual} "), format!("port_value:  {actual} "), 1));
+    let lease = format!("\"lock_ttl\": \"{}s\"", LOCK_TTL.as_secs());
+    let own = [
+        ("\"@idempotency-redis\"".to_owned(), format!("\"@idempotency-redis-{port}\""), 2),
+        ("\"lock_ttl\": \"60s\"".to_owned(), lease, 1),
+    ];
+    for (usual, actual, times) in moved.chain(own) {
+        if text.matches(&usual).count() != times {
+            return Err(format!("{configuration} should have `{usual}` {times} ×").into());
         }
-        text = text.replace(usual, &actual);
+        text = text.replace(&usual, &actual);
     }
-    let configuration = directory.join(format!("redis-{port}.yaml"));
-    fs::write(&configuration, text)?;
+    let copy = directory.join(format!("envoy-{port}.yaml"));
+    fs::write(&copy, text)?;
     let mut command = Command::new(binary);
     // The configuration names the module relative to the project's root.
-    command.current_dir(root).arg("-c").arg(configuration).args([
-        "--concurrency",
-        "2",
-        "--disable-hot-restart",
-    ]);
+    command.current_dir(root).arg("-c").arg(copy).args(["--concurrency", "2", "--disable-hot-restart"]);
     command.args(["--log-level", "warning", "--file-flush-interval-msec", "100"]);
     Ok(Process::new(command, directory.join(format!("envoy-{port}.log"))))
 }
@@ -139,6 +156,16 @@ pub fn envoy(binary: &str, directory: &Path, ports: [u16; 4]) -> Fallible<Proces
 /// Whether Envoy serves.
 pub fn envoy_is_ready(admin: u16) -> bool {
     Client::new(admin).get("/ready").is_ok_and(|answer| answer.status == 200)
+}
+
+/// What Redis says to a command, as it comes.
+pub fn say_to_redis(port: u16, command: &str) -> io::Result<String> {
+    let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    stream.write_all(format!("{command}\r\nQUIT\r\n").as_bytes())?;
+    let mut reply = String::new();
+    stream.read_to_string(&mut reply)?;
+    Ok(reply)
 }
 
 /// Asks Redis for a list of strings.

@@ -13,7 +13,7 @@ use idempotency::store::redis::operation::{read_claim, read_write};
 use idempotency::store::redis::resp::{DecodeError, Value, decode, encode_command};
 use idempotency::store::redis::{
     Answer, BatchSettings, Batcher, CalloutAnswer, Eviction, EvictionWatch, Operation, Priority, SCRIPTS,
-    envelope,
+    Transport, envelope,
 };
 use idempotency::store::{Claim, ClaimReply, Hold, StoreError, Write, WriteReply};
 
@@ -100,6 +100,7 @@ pub fn redis_reply(data: &[u8]) {
         body,
         operations,
         is_early: body.len() % 2 == 0,
+        transport: Transport::Link,
     };
     let is_whole = answer.replies().is_ok_and(|body| envelope::open(body, operations).is_some());
     assert_eq!(answer.diagnose().is_none(), is_whole);
@@ -112,7 +113,19 @@ pub fn redis_reply(data: &[u8]) {
         assert!(envelope::open(&[body, b"\n"].concat(), operations).is_none());
     }
     judge_batches(&answer, operations, is_whole);
+    judge_gateways(body, operations);
     judge_eviction(&answer);
+}
+
+/// A gateway's answer becomes as many values as there were commands, or none; nothing is made of nothing.
+fn judge_gateways(body: &[u8], operations: usize) {
+    for transport in [Transport::Webdis, Transport::UpstashResp2, Transport::UpstashBase64] {
+        let rewritten = transport.as_of_link(body, operations);
+        if envelope::open(&rewritten, operations).is_some() {
+            let values = rewritten.strip_suffix(b"+OK\r\n").expect("the QUIT's answer");
+            assert!(!body.is_empty() && (transport == Transport::UpstashBase64 || body.ends_with(values)));
+        }
+    }
 }
 
 /// Redis is said to evict only by its own word.
@@ -140,6 +153,7 @@ fn judge_batches(answer: &CalloutAnswer<'_>, operations: usize, is_whole: bool) 
         timeout,
         max_in_flight_batches: 2,
         max_response_body_bytes: 1_000,
+        transport: Transport::Link,
     };
     let mut batcher = Batcher::new(settings, SCRIPTS);
     let mut now = Timestamp::from_millis(1_000);

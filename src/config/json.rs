@@ -8,7 +8,7 @@ use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 const EXCERPT: usize = 64;
 
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Json {
+pub(crate) enum Json {
     Null,
     Bool(bool),
     /// An integer written as one.
@@ -23,7 +23,7 @@ pub(super) enum Json {
 
 impl Json {
     /// Parses a whole document. Nesting is bounded by serde_json (128), and so is every recursion over the tree.
-    pub(super) fn parse(bytes: &[u8]) -> Result<Self, String> {
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
         // A field tag of a protobuf Struct is a line feed, so JSON is tried where both could be meant.
         if bytes.first() == Some(&b'\n')
             && serde_json::from_slice::<serde::de::IgnoredAny>(bytes).is_err()

@@ -6,7 +6,7 @@
 
 mod check;
 mod fields;
-mod json;
+pub(crate) mod json;
 mod matcher;
 mod problem;
 mod protobuf;
@@ -99,6 +99,30 @@ pub struct RedisConfig {
     pub max_in_flight_batches: u32,
     /// Completed records kept in this Envoy process too; `None` for none.
     pub near_cache: Option<NearCacheConfig>,
+    /// The HTTP gateway that the cluster leads to; `None` for the link.
+    pub gateway: Option<GatewayConfig>,
+}
+
+/// An HTTP gateway in front of Redis.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GatewayConfig {
+    /// What it speaks.
+    pub dialect: Dialect,
+    /// `:authority` of the callouts.
+    pub authority: String,
+    /// The environment variable of the VM that has the bearer token; `None` for no token.
+    pub token_env: Option<String>,
+}
+
+/// What a gateway speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dialect {
+    /// Webdis with `.raw`.
+    Webdis,
+    /// The REST API of Upstash, `Upstash-Response-Format: resp2`.
+    UpstashResp2,
+    /// The same, `Upstash-Encoding: base64`.
+    UpstashBase64,
 }
 
 /// Settings of the near cache.

@@ -6,7 +6,7 @@ use super::fields::{Field, Object, got, report};
 use super::json::Json;
 use super::problem::Problems;
 use super::values::{Span, choice, duration_of, integer, key_prefix, name, visible};
-use super::{NearCacheConfig, RedisConfig, SharedDataConfig, StoreConfig, WhenFull};
+use super::{Dialect, GatewayConfig, NearCacheConfig, RedisConfig, SharedDataConfig, StoreConfig, WhenFull};
 
 pub(super) const EXPECTED: &str =
     "an object with exactly one of: shared_data, redis, such as {\"shared_data\": {}}";
@@ -24,6 +24,9 @@ const MIN_BYTES: u64 = 1024 * 1024;
 pub(super) const TIMEOUT: Duration = Duration::from_millis(250);
 const KEY_PREFIX: &str = "idem:";
 const MAX_IN_FLIGHT_BATCHES: u64 = 2;
+/// Webdis takes one operation in a callout.
+const MAX_IN_FLIGHT_OF_WEBDIS: u64 = 32;
+const TOKEN_ENV: &str = "UPSTASH_REDIS_REST_TOKEN";
 
 const TIMEOUTS: Span =
     Span { least: Duration::from_millis(10), most: Duration::from_secs(30), example: "250ms" };
@@ -50,6 +53,7 @@ pub(super) struct RawRedis {
     key_prefix: Field<String>,
     max_in_flight_batches: Field<u64>,
     near_cache: Field<Option<NearCacheConfig>>,
+    pub(super) gateway: Field<GatewayConfig>,
 }
 
 impl RawStore {
@@ -69,8 +73,14 @@ impl RawStore {
                 cluster: redis.cluster.given()?,
                 timeout: redis.timeout.given_or(TIMEOUT),
                 key_prefix: redis.key_prefix.given_or(KEY_PREFIX.to_owned()),
-                max_in_flight_batches: narrow(redis.max_in_flight_batches.given_or(MAX_IN_FLIGHT_BATCHES)),
+                max_in_flight_batches: {
+                    let is_webdis =
+                        matches!(redis.gateway.located(), Some((it, _)) if it.dialect == Dialect::Webdis);
+                    let default = if is_webdis { MAX_IN_FLIGHT_OF_WEBDIS } else { MAX_IN_FLIGHT_BATCHES };
+                    narrow(redis.max_in_flight_batches.given_or(default))
+                },
                 near_cache: redis.near_cache.given_or(Some(NearCacheConfig::default())),
+                gateway: redis.gateway.given(),
             }),
         })
     }
@@ -117,12 +127,40 @@ fn read_redis(json: &Json, path: &str, problems: &mut Problems) -> Option<RawRed
         key_prefix: object.field("key_prefix", problems, key_prefix),
         max_in_flight_batches: object.field("max_in_flight_batches", problems, integer(1, 64)),
         near_cache: object.nested("near_cache", problems, read_near_cache),
+        gateway: object.nested("gateway", problems, read_gateway),
     };
     object.finish(problems);
     if redis.cluster.is_absent() {
         problems.refuse(&format!("{path}.cluster"), format!("missing, expected {CLUSTER}"));
     }
     Some(redis)
+}
+
+fn read_gateway(json: &Json, path: &str, problems: &mut Problems) -> Option<GatewayConfig> {
+    let expected = "an object such as {\"dialect\": \"webdis\"}";
+    let mut object = Object::begin(json, path, expected, problems)?;
+    let words = [
+        ("webdis", Dialect::Webdis),
+        ("upstash_resp2", Dialect::UpstashResp2),
+        ("upstash_base64", Dialect::UpstashBase64),
+    ];
+    let dialect = object.field("dialect", problems, choice(&words));
+    let authority = object.field("authority", problems, visible(1, 255, "1 to 255 visible ASCII characters"));
+    let token_env = object.field("token_env", problems, name);
+    object.finish(problems);
+    if dialect.is_absent() {
+        problems.refuse(
+            &format!("{path}.dialect"),
+            "missing, expected \"webdis\", \"upstash_resp2\" or \"upstash_base64\"",
+        );
+    }
+    let dialect = dialect.given()?;
+    let has_token = dialect != Dialect::Webdis;
+    Some(GatewayConfig {
+        dialect,
+        authority: authority.given_or("redis".to_owned()),
+        token_env: token_env.given().or_else(|| has_token.then(|| TOKEN_ENV.to_owned())),
+    })
 }
 
 /// `false` is no near cache.

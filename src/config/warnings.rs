@@ -7,7 +7,7 @@ use super::fields::Field;
 use super::problem::Problems;
 use super::raw::{RawRule, ReplayStatus};
 use super::store::RawRedis;
-use super::{CertificateField, InFlight, OnFailure, OnStoreError, Scope, ScopePart};
+use super::{CertificateField, Dialect, InFlight, OnFailure, OnStoreError, Scope, ScopePart};
 
 /// Request headers that clients, proxies or Envoy itself set anew for each attempt.
 const NEW_EACH_ATTEMPT: [&str; 5] =
@@ -28,6 +28,15 @@ pub(super) fn warn_about_redis(
             at,
             "above \"2s\": while Redis doesn't answer, each covered request is held for so long, \
              and so is the end of each response",
+        );
+    }
+    if let Some((gateway, at)) = redis.gateway.located()
+        && gateway.dialect == Dialect::Webdis
+    {
+        problems.warn(
+            at,
+            "Webdis does not say its version, and before 0.1.20 it can hand one client another's reply: \
+             run 0.1.20 or newer",
         );
     }
     if let Some((OnStoreError::Allow, at)) = on_store_error.located() {

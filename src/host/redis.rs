@@ -11,7 +11,7 @@ use super::shared_data::HostCas;
 use super::stream::StreamState;
 use super::wake::Wake;
 use crate::clock::Timestamp;
-use crate::config::{Config, RedisConfig};
+use crate::config::{Config, Dialect, RedisConfig};
 use crate::exchange::{StoreAnswer, StoreOp};
 use crate::fingerprint::Fingerprint;
 use crate::key::StoreKey;
@@ -20,8 +20,8 @@ use crate::record::Owner;
 use crate::store::near_cache::{NearCache, NearCacheBounds};
 use crate::store::outbox::EntryId;
 use crate::store::redis::{
-    Answer, BatchId, BatchSettings, Batcher, CalloutAnswer, Eviction, EvictionWatch, Operation, Priority,
-    SCRIPTS, Trap,
+    Answer, BatchId, BatchSettings, Batcher, CalloutAnswer, Encoded, Eviction, EvictionWatch, Operation,
+    Priority, SCRIPTS, Transport, Trap,
 };
 use crate::store::{ClaimReply, Hold, StoreError, Write, WriteReply};
 
@@ -32,6 +32,10 @@ const EVICTION_CHECK_PAUSE: Duration =
 /// The link of one worker.
 pub struct Link {
     cluster: String,
+    authority: String,
+    /// The value of `authorization`, where a gateway wants one.
+    authorization: Option<String>,
+    transport: Transport,
     batcher: Batcher,
     near_cache: Option<NearCache<HostCas>>,
     pending: BTreeMap<u64, Pending>,
@@ -102,7 +106,18 @@ struct Callout {
 
 impl Link {
     /// Opens the link; nothing is sent yet.
-    pub fn open(settings: &RedisConfig, config: &Config, wake: Rc<Wake>) -> Self {
+    ///
+    /// # Errors
+    /// What the operator has to mend.
+    pub fn open(settings: &RedisConfig, config: &Config, wake: Rc<Wake>) -> Result<Self, String> {
+        let gateway = settings.gateway.as_ref();
+        let transport = gateway.map_or(Transport::Link, |gateway| match gateway.dialect {
+            Dialect::Webdis => Transport::Webdis,
+            Dialect::UpstashResp2 => Transport::UpstashResp2,
+            Dialect::UpstashBase64 => Transport::UpstashBase64,
+        });
+        let token_env = gateway.and_then(|gateway| gateway.token_env.as_deref());
+        let authorization = token_env.map(bearer).transpose()?;
         let near_cache = settings.near_cache.as_ref().and_then(|near| {
             let bounds =
                 NearCacheBounds { max_records: near.max_records, max_bytes: near.max_bytes, ttl: near.ttl };
@@ -116,9 +131,13 @@ impl Link {
             timeout: settings.timeout,
             max_in_flight_batches: usize::try_from(settings.max_in_flight_batches).unwrap_or(1),
             max_response_body_bytes: longest.unwrap_or(0),
+            transport,
         };
-        Self {
+        Ok(Self {
             cluster: settings.cluster.clone(),
+            authority: gateway.map_or_else(|| "redis".to_owned(), |gateway| gateway.authority.clone()),
+            authorization,
+            transport,
             batcher: Batcher::new(batches, SCRIPTS),
             near_cache,
             pending: BTreeMap::new(),
@@ -130,7 +149,7 @@ impl Link {
             eviction_check: None,
             found: None,
             wake,
-        }
+        })
     }
 
     /// What is known without asking Redis.
@@ -179,7 +198,7 @@ impl Link {
     pub fn dispatch(&mut self, now: Timestamp, sent: &mut dyn FnMut(usize)) -> Option<Trap> {
         let mut trap = None;
         while let Some(dispatch) = self.batcher.poll(now) {
-            match self.call(&dispatch.body, dispatch.timeout) {
+            match self.call(&dispatch.request, dispatch.timeout) {
                 Ok(token) => {
                     sent(dispatch.operations);
                     let callout = Callout {
@@ -203,9 +222,15 @@ impl Link {
         trap
     }
 
-    fn call(&self, body: &[u8], timeout: Duration) -> Result<u32, HostError> {
-        const HEADERS: [(&str, &str); 3] = [(":method", "POST"), (":path", "/"), (":authority", "redis")];
-        hostcalls::http_call(&self.cluster, &HEADERS, body, timeout)
+    fn call(&self, request: &Encoded, timeout: Duration) -> Result<u32, HostError> {
+        let mut headers = vec![
+            (":method", "POST"),
+            (":path", request.path.as_str()),
+            (":authority", self.authority.as_str()),
+        ];
+        headers.extend_from_slice(request.headers);
+        headers.extend(self.authorization.as_deref().map(|value| ("authorization", value)));
+        hostcalls::http_call(&self.cluster, &headers, &request.body, timeout)
     }
 
     /// Behind a batch, so that no operation waits for it.
@@ -213,8 +238,8 @@ impl Link {
         if self.eviction_check.is_some() {
             return;
         }
-        let Some(body) = self.eviction.poll(&self.key_prefix, now) else { return };
-        self.eviction_check = self.call(&body, self.timeout).ok();
+        let Some(check) = self.eviction.poll(&self.key_prefix, self.transport, now) else { return };
+        self.eviction_check = self.call(&check, self.timeout).ok();
         if self.eviction_check.is_none() {
             self.eviction.on_refused(now);
         }
@@ -240,9 +265,13 @@ impl Link {
         } else {
             hostcalls::buffer(Buffer::CalloutResponseBody, 0, body_size).unwrap_or_default()
         };
-        let mut answer = CalloutAnswer { headers, status, body: &body, operations: 1, is_early: false };
+        let transport = self.transport;
+        let mut answer =
+            CalloutAnswer { headers, status, body: &body, operations: 1, is_early: false, transport };
         if self.eviction_check.take_if(|check| *check == token).is_some() {
-            self.found = self.eviction.on_reply(answer.replies(), now).or(self.found.take());
+            let replies = answer.replies().map(|replies| transport.as_of_link(replies, 1));
+            self.found =
+                self.eviction.on_reply(replies.as_deref().map_err(|fault| *fault), now).or(self.found.take());
             return None;
         }
         let at = self.callouts.iter().position(|(sent, _)| *sent == token)?;
@@ -308,6 +337,18 @@ impl Link {
             near_cache.put(&key, Owner::from_bytes(owner), *fingerprint, response, life, now);
         }
     }
+}
+
+/// The token's header; the token itself is never logged.
+fn bearer(token_env: &str) -> Result<String, String> {
+    let token = std::env::var(token_env).unwrap_or_default();
+    if token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(format!(
+            "store.redis.gateway.token_env: the VM has no token in its environment variable {token_env}: \
+             add it to vm_config.environment_variables (host_env_keys takes it from Envoy's own)"
+        ));
+    }
+    Ok(["Bearer ", &token].concat())
 }
 
 fn copy_of(hold: &Hold, write: &Write) -> Option<Box<Copy>> {

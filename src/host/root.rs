@@ -522,7 +522,7 @@ impl Root {
                 (Backend::SharedData(RefCell::new(store)), namespace)
             }
             StoreConfig::Redis(settings) => {
-                let link = Link::open(settings, &config, Rc::clone(&wake_up));
+                let link = Link::open(settings, &config, Rc::clone(&wake_up))?;
                 let name =
                     format!("redis {}:{}{}", settings.cluster.len(), settings.cluster, settings.key_prefix);
                 (Backend::Redis(Box::new(RefCell::new(link))), name)

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::support::*;
 
 #[path = "../store_contract/suite.rs"]
-mod suite;
+pub mod suite;
 
 /// The filter as a store driver: one operation for each POST.
 async fn driver() -> Envoy {

@@ -80,7 +80,7 @@ fn a_wrong_password_is_no_answer() {
     let mut worker = Worker::of(&redis);
     let ticket = worker.submit(claim(&hold(1, 1)));
     let dispatch = worker.poll();
-    let reply = redis.call(&dispatch.body);
+    let reply = redis.call(&dispatch.request.body);
     assert!(reply.starts_with(b"-NOAUTH"), "{}", reply.escape_ascii());
     worker.batcher.on_reply(dispatch.batch, Ok(&reply), worker.now);
     assert_eq!(claim_reply(only(worker.run_all(), ticket)), Err(StoreError::Unavailable));
@@ -110,13 +110,13 @@ fn a_broken_answer_is_none_and_the_second_try_finds_its_own_claim() {
     let mut worker = Worker::after_others(&redis);
     worker.submit(claim(&hold(0, 1)));
     let dispatch = worker.poll();
-    let whole = redis.call(&dispatch.body);
+    let whole = redis.call(&dispatch.request.body);
     worker.batcher.on_reply(dispatch.batch, Ok(&whole), worker.now);
     worker.run_all();
     for (key, broken) in (1..).zip(broken_answers(&whole)) {
         let ticket = worker.submit(claim(&hold(key, 1)));
         let dispatch = worker.poll();
-        assert_eq!(redis.call(&dispatch.body), whole);
+        assert_eq!(redis.call(&dispatch.request.body), whole);
         worker.batcher.on_reply(dispatch.batch, Ok(&broken), worker.now);
         assert_eq!(worker.answers(), [], "{}", broken.escape_ascii());
         assert_eq!(claim_reply(only(worker.run_all(), ticket)), CLAIMED, "{}", broken.escape_ascii());

@@ -11,7 +11,7 @@ use idempotency::record::codec::ResponseEncoder;
 use idempotency::record::{ClaimTerms, Owner};
 use idempotency::store::redis::script::Scripts;
 use idempotency::store::redis::{
-    Answer, BatchSettings, Batcher, CalloutFault, Dispatch, Operation, Priority, SCRIPTS,
+    Answer, BatchSettings, Batcher, CalloutFault, Dispatch, Operation, Priority, SCRIPTS, Transport,
 };
 use idempotency::store::{Claim, ClaimReply, Hold, StoreError, Write, WriteReply};
 
@@ -28,6 +28,7 @@ pub fn settings() -> BatchSettings {
         timeout: TIMEOUT,
         max_in_flight_batches: 2,
         max_response_body_bytes: 256 << 10,
+        transport: Transport::Link,
     }
 }
 
@@ -109,13 +110,13 @@ impl<'a> Worker<'a> {
 
     /// Sends a batch and gives its answer to the batcher.
     pub fn call(&mut self, dispatch: &Dispatch) {
-        let reply = self.redis.call(&dispatch.body);
+        let reply = self.redis.call(&dispatch.request.body);
         self.batcher.on_reply(dispatch.batch, Ok(&reply), self.now);
     }
 
     /// Sends a batch, and its answer is lost.
     pub fn call_in_vain(&mut self, dispatch: &Dispatch) {
-        self.redis.call(&dispatch.body);
+        self.redis.call(&dispatch.request.body);
         self.batcher.on_reply(dispatch.batch, Err(CalloutFault::NoAnswer), self.now);
     }
 

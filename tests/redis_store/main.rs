@@ -21,5 +21,6 @@ mod flaky;
 mod near_cache;
 mod scripts;
 mod server;
+mod shards;
 #[path = "../store_contract/suite.rs"]
 mod suite;

@@ -289,7 +289,7 @@ fn the_documented_commands_are_all_an_acl_has_to_allow() {
     while let Some(dispatch) = worker.batcher.poll(worker.now) {
         let mut body = Vec::new();
         idempotency::store::redis::resp::encode_command(&mut body, &["AUTH", "filter", "any"]);
-        body.extend(&dispatch.body);
+        body.extend(&dispatch.request.body);
         let reply = redis.call(&body);
         let reply = reply.strip_prefix(b"+OK\r\n").unwrap_or_else(|| panic!("{}", reply.escape_ascii()));
         worker.batcher.on_reply(dispatch.batch, Ok(reply), worker.now);

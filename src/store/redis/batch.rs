@@ -17,6 +17,10 @@
 //! | any other, or any other shape | unavailable |
 //!
 //! A batch whose answer never comes gives its place up; what it brings later is ignored.
+//!
+//! `redis_proxy` answers in order, so in a Redis Cluster one operation on a shard that hangs holds back the answers of its
+//! whole batch. Where some of a batch failed upstream and some did not, the slots that failed go by themselves from then
+//! on, in batches and places of their own, until they answer: the others wait for them no more.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -25,8 +29,10 @@ use super::envelope;
 use super::fault::{CalloutFault, Cause, Fault};
 use super::operation::{ClaimAnswer, Operation, read_claim, read_write};
 use super::queue::{Job, Queue, Room};
-use super::resp::{Value, encode_command};
+use super::resp::Value;
 use super::script::{Call, Scripts};
+use super::slot::range_of;
+use super::transport::{Encoded, Transport};
 use crate::clock::Timestamp;
 use crate::store::{StoreError, WriteReply};
 
@@ -48,10 +54,12 @@ pub struct BatchSettings {
     pub key_prefix: String,
     /// By then every operation is answered, its time in the queue and a second try included.
     pub timeout: Duration,
-    /// Callouts that may be out at the same time.
+    /// Callouts that may be out at the same time; and as many more for slots that fail.
     pub max_in_flight_batches: usize,
     /// The longest response body that any rule keeps: how many claims fit one answer follows from it.
     pub max_response_body_bytes: u64,
+    /// Who takes the callouts.
+    pub transport: Transport,
 }
 
 /// A batch that was given out.
@@ -63,8 +71,8 @@ pub struct BatchId(u64);
 pub struct Dispatch {
     /// To be given back with its answer.
     pub batch: BatchId,
-    /// The callout's body.
-    pub body: Vec<u8>,
+    /// The callout's request.
+    pub request: Encoded,
     /// The callout's timeout.
     pub timeout: Duration,
     /// How many operations it carries.
@@ -104,6 +112,16 @@ struct InFlight {
     jobs: Vec<Option<Job>>,
     /// Its place is given up then.
     until: Timestamp,
+    side: Side,
+}
+
+/// Which of its two queues an operation is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    /// Its slot answers, or nothing is known of it.
+    Well,
+    /// Its slot failed while others answered.
+    Failing,
 }
 
 /// The operations of one worker on their way to Redis.
@@ -112,7 +130,10 @@ pub struct Batcher {
     settings: BatchSettings,
     scripts: Scripts,
     room: Room,
-    queue: Queue,
+    well: Queue,
+    failing: Queue,
+    /// The ranges of slots whose operations are in `failing`.
+    failing_ranges: u64,
     in_flight: Vec<InFlight>,
     answers: VecDeque<(u64, Answer)>,
     last_batch: u64,
@@ -127,11 +148,14 @@ impl Batcher {
         let per_claim = settings.max_response_body_bytes.saturating_add(HEAD_BYTES);
         let claims = usize::try_from(MAX_ANSWER_BYTES.checked_div(per_claim).unwrap_or(1));
         let claims = claims.unwrap_or(MAX_OPERATIONS).clamp(1, MAX_OPERATIONS);
+        let operations = settings.transport.max_operations().unwrap_or(MAX_OPERATIONS);
         Self {
             settings,
             scripts,
-            room: Room { operations: MAX_OPERATIONS, claims, bytes: MAX_BYTES },
-            queue: Queue::default(),
+            room: Room { operations, claims, bytes: MAX_BYTES },
+            well: Queue::default(),
+            failing: Queue::default(),
+            failing_ranges: 0,
             in_flight: Vec::new(),
             answers: VecDeque::new(),
             last_batch: 0,
@@ -143,13 +167,25 @@ impl Batcher {
     /// Takes an operation. Of one claim's operations only one may be on its way at a time.
     pub fn submit(&mut self, ticket: u64, operation: Operation, priority: Priority, now: Timestamp) {
         let deadline = now.after(self.settings.timeout);
-        self.queue.push_back(Job { ticket, operation, priority, deadline, call: Call::Name, failures: 0 });
+        let range = range_of(operation.key(&self.settings.key_prefix).as_bytes());
+        let job = Job {
+            ticket,
+            operation,
+            priority,
+            deadline,
+            call: Call::Name,
+            failures: 0,
+            is_suspect: false,
+            range,
+        };
+        self.queue_of(range).push_back(job);
     }
 
     /// Nobody waits for this claim any more. One that has not left is answered at once; one that is out goes on, and
     /// a write always does.
     pub fn cancel(&mut self, ticket: u64) {
-        if let Some(job) = self.queue.take_claim(ticket) {
+        let job = self.well.take_claim(ticket).or_else(|| self.failing.take_claim(ticket));
+        if let Some(job) = job {
             self.give_up(&job);
         }
     }
@@ -157,27 +193,40 @@ impl Batcher {
     /// The next callout to be made, if there is one and a place for it.
     pub fn poll(&mut self, now: Timestamp) -> Option<Dispatch> {
         self.expire_queue(now);
-        let is_full = self.in_flight.len() >= self.settings.max_in_flight_batches.max(1);
-        if is_full || self.paused_until.is_some_and(|until| now < until) {
+        if self.paused_until.is_some_and(|until| now < until) {
             return None;
         }
         self.paused_until = None;
-        let Self { queue, settings, scripts, .. } = self;
-        let prefix = &settings.key_prefix;
-        let jobs = queue.next_batch(self.room, |job| job.operation.weight(prefix, scripts, job.call));
-        let latest = jobs.iter().map(|job| job.deadline).max()?;
-        let mut body = Vec::new();
-        for job in &jobs {
-            encode_command(&mut body, &job.operation.argv(prefix, scripts, job.call));
+        self.poll_side(Side::Well, now).or_else(|| self.poll_side(Side::Failing, now))
+    }
+
+    fn poll_side(&mut self, side: Side, now: Timestamp) -> Option<Dispatch> {
+        let out = self.in_flight.iter().filter(|in_flight| in_flight.side == side).count();
+        if out >= self.settings.max_in_flight_batches.max(1) {
+            return None;
         }
-        envelope::seal(&mut body);
+        let Self { well, failing, settings, scripts, .. } = self;
+        let queue = match side {
+            Side::Well => well,
+            Side::Failing => failing,
+        };
+        let prefix = &settings.key_prefix;
+        let jobs = queue.next_batch(self.room, |job| {
+            let goes_alone = settings.transport.sends_alone(job.operation.response());
+            let weight = job.operation.weight(prefix, scripts, job.call);
+            if goes_alone { weight.max(MAX_BYTES + 1) } else { weight }
+        });
+        let latest = jobs.iter().map(|job| job.deadline).max()?;
+        let commands: Vec<_> = jobs.iter().map(|job| job.operation.argv(prefix, scripts, job.call)).collect();
+        let request = settings.transport.encode(&commands);
+        drop(commands);
         let timeout = (settings.timeout / 2).min(latest.since(now)).max(Duration::from_millis(1));
         self.last_batch = self.last_batch.wrapping_add(1);
         let batch = BatchId(self.last_batch);
         let operations = jobs.len();
         let until = now.after(timeout).after(self.settings.timeout);
-        self.in_flight.push(InFlight { batch, jobs: jobs.into_iter().map(Some).collect(), until });
-        Some(Dispatch { batch, body, timeout, operations })
+        self.in_flight.push(InFlight { batch, jobs: jobs.into_iter().map(Some).collect(), until, side });
+        Some(Dispatch { batch, request, timeout, operations })
     }
 
     /// A callout ended.
@@ -186,12 +235,14 @@ impl Batcher {
             self.counts.late = self.counts.late.saturating_add(1);
             return;
         };
-        let values = match reply {
+        let reply = reply.map(|bytes| self.settings.transport.as_of_link(bytes, jobs.len()));
+        let values = match &reply {
             Ok(bytes) => envelope::open(bytes, jobs.len()).ok_or(Cause::BrokenEnvelope),
             Err(fault) => Err(fault.cause()),
         };
         let again: Vec<Job> = match values {
             Ok(values) => {
+                self.judge_ranges(&jobs, &values);
                 let answered = jobs.into_iter().zip(values);
                 answered.filter_map(|(job, value)| self.settle(job?, &value, now)).collect()
             }
@@ -248,13 +299,13 @@ impl Batcher {
     /// Whether nothing waits and nothing is out.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.queue.len() == 0 && self.in_flight.is_empty() && self.answers.is_empty()
+        self.waiting() == 0 && self.in_flight.is_empty() && self.answers.is_empty()
     }
 
     /// Operations that wait for a callout.
     #[must_use]
     pub fn waiting(&self) -> usize {
-        self.queue.len()
+        self.well.len().saturating_add(self.failing.len())
     }
 
     /// What happened since this was last called.
@@ -293,7 +344,8 @@ impl Batcher {
     }
 
     fn fail_all(&mut self, jobs: Vec<Option<Job>>, cause: Cause, now: Timestamp) -> Vec<Job> {
-        jobs.into_iter().filter_map(|job| self.fail(job?, cause, now)).collect()
+        let suspect = |job: Option<Job>| job.map(|job| Job { is_suspect: true, ..job });
+        jobs.into_iter().filter_map(|job| self.fail(suspect(job)?, cause, now)).collect()
     }
 
     /// A try that may have been executed: gives it back if another may help and there is time, or gives it up.
@@ -311,12 +363,42 @@ impl Batcher {
     /// Ahead of what waits, in the same order.
     fn put_back(&mut self, again: impl IntoIterator<Item = Job, IntoIter: DoubleEndedIterator>) {
         for job in again.into_iter().rev() {
-            self.queue.push_front(job);
+            self.queue_of(job.range).push_front(job);
         }
     }
 
+    fn queue_of(&mut self, range: u64) -> &mut Queue {
+        if self.failing_ranges & range == 0 { &mut self.well } else { &mut self.failing }
+    }
+
+    /// Sees which slots fail. A Redis that fails as a whole is no reason to tell them apart.
+    fn judge_ranges(&mut self, jobs: &[Option<Job>], values: &[Value<'_>]) {
+        let (mut answered, mut failed) = (0, 0);
+        for (job, value) in jobs.iter().zip(values) {
+            let Some(job) = job else { continue };
+            let fault = Fault::of_unexpected(value);
+            let ranges =
+                if fault == Fault::Unavailable(Cause::UpstreamFailure) { &mut failed } else { &mut answered };
+            *ranges |= job.range;
+        }
+        let mut failing = self.failing_ranges & (failed | !answered);
+        if answered != 0 {
+            failing |= failed;
+        }
+        if failing == self.failing_ranges {
+            return;
+        }
+        self.failing_ranges = failing;
+        let worse = self.well.take_where(|job| job.range & failing != 0);
+        let better = self.failing.take_where(|job| job.range & failing == 0);
+        worse.into_iter().for_each(|job| self.failing.push_back(job));
+        better.into_iter().for_each(|job| self.well.push_back(job));
+    }
+
     fn expire_queue(&mut self, now: Timestamp) {
-        for job in self.queue.take_expired(now) {
+        let mut expired = self.well.take_where(|job| now >= job.deadline);
+        expired.extend(self.failing.take_where(|job| now >= job.deadline));
+        for job in expired {
             self.count(Cause::TimedOut);
             self.give_up(&job);
         }

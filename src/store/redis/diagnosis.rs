@@ -7,6 +7,7 @@ use std::fmt;
 
 use super::envelope;
 use super::fault::CalloutFault;
+use super::transport::Transport;
 
 /// A callout's answer as the host gives it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +22,8 @@ pub struct CalloutAnswer<'a> {
     pub operations: usize,
     /// Whether it came well before the callout's timeout.
     pub is_early: bool,
+    /// Who was to answer.
+    pub transport: Transport,
 }
 
 impl<'a> CalloutAnswer<'a> {
@@ -31,7 +34,7 @@ impl<'a> CalloutAnswer<'a> {
     pub const fn replies(&self) -> Result<&'a [u8], CalloutFault> {
         match (self.headers, self.status) {
             (0, _) => Err(CalloutFault::NoAnswer),
-            (_, Some(200)) => Ok(self.body),
+            (_, Some(status)) if self.transport.reads(status) => Ok(self.body),
             (_, _) => Err(CalloutFault::Status),
         }
     }
@@ -39,6 +42,9 @@ impl<'a> CalloutAnswer<'a> {
     /// What the answer looks like, unless it is as it should be.
     #[must_use]
     pub fn diagnose(&self) -> Option<Trap> {
+        if self.transport != Transport::Link {
+            return self.diagnose_gateway();
+        }
         let says = |text: &[u8]| self.body.windows(text.len()).any(|window| window == text);
         match (self.headers, self.status) {
             (0, _) if self.is_early => Some(Trap::Reset),
@@ -56,6 +62,16 @@ impl<'a> CalloutAnswer<'a> {
             (_, Some(404)) if self.body.is_empty() => Some(Trap::NoRoute),
             (_, _) => Some(Trap::HttpService),
         }
+    }
+
+    fn diagnose_gateway(&self) -> Option<Trap> {
+        if matches!(self.status, Some(401 | 403)) {
+            return Some(Trap::GatewayRefuses);
+        }
+        let is_whole = |answer| {
+            envelope::open(&self.transport.as_of_link(answer, self.operations), self.operations).is_some()
+        };
+        (!self.replies().is_ok_and(is_whole)).then_some(Trap::GatewayFails)
     }
 }
 
@@ -108,6 +124,12 @@ traps! {
     /// No headers, at once.
     Reset = "the link was reset before it had answered: its cluster to redis_proxy needs max_requests_per_connection: 1, \
         and redis_proxy has to listen on a unix socket, not on an internal listener",
+    /// 401 or 403.
+    GatewayRefuses = "the gateway refuses what it is sent: is the token that of this database, and may it write and run \
+        scripts?",
+    /// Anything else but an answer of the gateway's dialect.
+    GatewayFails = "the gateway gives no answer of its dialect in time: is it up, and Redis behind it, and does \
+        store.redis.cluster lead to it, with the dialect that store.redis.gateway says?",
     /// No headers at the timeout, or 504. A `redis_proxy` on an internal listener looks so too: its close resets the
     /// answer, and the link's connection lives on for its `delayed_close_timeout` of 1 s.
     NoEnd = "no answer in time: Redis is down or slow; or op_timeout of redis_proxy is not below half of \
@@ -126,7 +148,7 @@ mod tests {
 
     fn answer(status: Option<u16>, body: &[u8]) -> CalloutAnswer<'_> {
         let headers = status.map_or(0, |_| 3);
-        CalloutAnswer { headers, status, body, operations: 1, is_early: true }
+        CalloutAnswer { headers, status, body, operations: 1, is_early: true, transport: Transport::Link }
     }
 
     #[test]

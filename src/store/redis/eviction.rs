@@ -4,12 +4,14 @@
 //! `volatile-*` policies evict it as the `allkeys-*` ones do. Redis is asked in a callout of its own, since an answer
 //! that stays away says nothing about any operation. `CONFIG` does not pass `redis_proxy`; a script's `INFO` does.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::time::Duration;
 
 use super::envelope;
 use super::fault::CalloutFault;
-use super::resp::{Value, encode_command};
+use super::resp::Value;
+use super::transport::{Encoded, Transport};
 use crate::clock::Timestamp;
 
 const SCRIPT: &str = include_str!("scripts/eviction.lua");
@@ -67,16 +69,15 @@ impl EvictionWatch {
         Self { pause, next: Timestamp::from_millis(0), known: None }
     }
 
-    /// The body of a callout, when it is time for one. The next one follows once this is answered, or a pause later.
-    pub fn poll(&mut self, key_prefix: &str, now: Timestamp) -> Option<Vec<u8>> {
+    /// A callout, when it is time for one. The next one follows once this is answered, or a pause later.
+    pub fn poll(&mut self, key_prefix: &str, transport: Transport, now: Timestamp) -> Option<Encoded> {
         if now < self.next {
             return None;
         }
         self.next = now.after(self.pause);
-        let mut body = Vec::new();
-        encode_command(&mut body, &["EVAL", SCRIPT, "1", &[key_prefix, KEY].concat()]);
-        envelope::seal(&mut body);
-        Some(body)
+        let key = [key_prefix, KEY].concat();
+        let command = ["EVAL", SCRIPT, "1", &key].map(|word| Cow::Borrowed(word.as_bytes()));
+        Some(transport.encode(&[command.into()]))
     }
 
     /// The callout ended. Gives what it says if that is new, but for a Redis that keeps everything from the start.
@@ -131,6 +132,7 @@ fn judge(maxmemory: &[u8], policy: &[u8]) -> Eviction {
 #[cfg(test)]
 mod tests {
     use super::super::resp::decode;
+    use super::super::resp::encode_command;
     use super::*;
 
     const PAUSE: Duration = Duration::from_secs(600);
@@ -178,15 +180,15 @@ mod tests {
     #[test]
     fn it_asks_at_once_and_then_now_and_then() {
         let mut watch = EvictionWatch::new(PAUSE);
-        let body = watch.poll("idem:", at(5)).unwrap();
-        let (command, rest) = decode(&body).unwrap();
+        let body = watch.poll("idem:", Transport::Link, at(5)).unwrap();
+        let (command, rest) = decode(&body.body).unwrap();
         let Value::Array(argv) = command else { panic!("no command") };
         assert_eq!(argv[2..], [Value::Bulk(b"1"), Value::Bulk(b"idem:eviction-check")]);
         assert_eq!(rest, b"*1\r\n$4\r\nQUIT\r\n");
-        assert_eq!(watch.poll("idem:", at(6)), None);
+        assert_eq!(watch.poll("idem:", Transport::Link, at(6)), None);
         assert_eq!(watch.on_reply(Ok(&answer(&["memory", "0", "noeviction"])), at(6)), None);
-        assert_eq!(watch.poll("idem:", at(604)), None);
-        assert!(watch.poll("idem:", at(605)).is_some());
+        assert_eq!(watch.poll("idem:", Transport::Link, at(604)), None);
+        assert!(watch.poll("idem:", Transport::Link, at(605)).is_some());
     }
 
     #[test]
@@ -215,10 +217,10 @@ mod tests {
         let evicting = answer(&["memory", "1048576", "allkeys-lru"]);
         assert!(watch.on_reply(Ok(&evicting), at(0)).is_some());
         for reply in [Err(CalloutFault::NoAnswer), Err(CalloutFault::Status), Ok(&b"-ERR\r\n+OK\r\n"[..])] {
-            watch.poll("idem:", at(600));
+            watch.poll("idem:", Transport::Link, at(600));
             assert_eq!((watch.on_reply(reply, at(600)), watch.is_evicting()), (None, true));
-            assert_eq!(watch.poll("idem:", at(609)), None);
-            assert!(watch.poll("idem:", at(610)).is_some());
+            assert_eq!(watch.poll("idem:", Transport::Link, at(609)), None);
+            assert!(watch.poll("idem:", Transport::Link, at(610)).is_some());
             watch.on_refused(at(580));
         }
     }

@@ -30,6 +30,8 @@ pub mod operation;
 mod queue;
 pub mod resp;
 pub mod script;
+pub mod slot;
+pub mod transport;
 
 pub use self::batch::{Answer, BatchId, BatchSettings, Batcher, Counts, Dispatch, Priority};
 pub use self::diagnosis::{CalloutAnswer, Trap};
@@ -37,3 +39,4 @@ pub use self::eviction::{Eviction, EvictionWatch};
 pub use self::fault::{CalloutFault, Cause, Fault};
 pub use self::operation::{ClaimAnswer, Operation};
 pub use self::script::SCRIPTS;
+pub use self::transport::{Encoded, Transport};

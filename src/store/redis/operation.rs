@@ -38,12 +38,8 @@ impl Operation {
     #[must_use]
     pub fn argv<'a>(&'a self, key_prefix: &str, scripts: &Scripts, call: Call) -> Vec<Cow<'a, [u8]>> {
         let (command, script) = self.script(scripts).called(call);
-        let key = match self {
-            Self::Claim(claim) => &claim.key,
-            Self::Write(hold, _) => &hold.key,
-        };
         let mut argv = Vec::with_capacity(10);
-        argv.extend([text(command), text(script), text("1"), owned([key_prefix, &key.hex()].concat())]);
+        argv.extend([text(command), text(script), text("1"), owned(self.key(key_prefix))]);
         match self {
             Self::Claim(claim) => push_claim(&mut argv, claim),
             Self::Write(hold, write) => push_write(&mut argv, hold, write),
@@ -51,16 +47,32 @@ impl Operation {
         argv
     }
 
+    /// The key's name in Redis.
+    #[must_use]
+    pub fn key(&self, key_prefix: &str) -> String {
+        let key = match self {
+            Self::Claim(claim) => &claim.key,
+            Self::Write(hold, _) => &hold.key,
+        };
+        [key_prefix, &key.hex()].concat()
+    }
+
     /// Bytes of the command, roughly, and no less than it has.
     #[must_use]
     pub fn weight(&self, key_prefix: &str, scripts: &Scripts, call: Call) -> usize {
         const FIXED: usize = 640;
         let (_, script) = self.script(scripts).called(call);
-        let response = match self {
-            Self::Write(_, Write::Complete { response, .. }) => response.len(),
-            Self::Claim(_) | Self::Write(_, Write::Renew { .. } | Write::Fail { .. } | Write::Release) => 0,
-        };
+        let response = self.response().len();
         FIXED.saturating_add(key_prefix.len()).saturating_add(script.len()).saturating_add(response)
+    }
+
+    /// The response that a completion keeps, the last word of its command; nothing for the others.
+    #[must_use]
+    pub fn response(&self) -> &[u8] {
+        match self {
+            Self::Write(_, Write::Complete { response, .. }) => response,
+            Self::Claim(_) | Self::Write(_, Write::Renew { .. } | Write::Fail { .. } | Write::Release) => &[],
+        }
     }
 
     /// Whether it is a claim.
@@ -144,20 +156,23 @@ pub fn read_claim(value: &Value<'_>) -> Result<ClaimAnswer, Fault> {
     let (word, rest) = words(value)?;
     let mut life = Duration::ZERO;
     let reply = match (word, rest) {
-        (b"claimed", [Value::Integer(attempt)]) => {
-            ClaimReply::Claimed { attempt: u32::try_from(*attempt).map_err(|_| unexpected())? }
+        (b"claimed", [attempt]) => {
+            let attempt = number(attempt).and_then(|attempt| u32::try_from(attempt).ok());
+            ClaimReply::Claimed { attempt: attempt.ok_or_else(unexpected)? }
         }
-        (b"in_flight", [Value::Bulk(hex), Value::Integer(elapsed), Value::Integer(remaining)]) => {
+        (b"in_flight", [Value::Bulk(hex), elapsed, remaining]) => {
+            let (elapsed, remaining) = (number(elapsed), number(remaining));
             ClaimReply::InFlight {
                 fingerprint: fingerprint(hex)?,
-                elapsed: duration(*elapsed).ok_or_else(unexpected)?,
-                remaining: duration(*remaining).ok_or_else(unexpected)?,
+                elapsed: elapsed.and_then(duration).ok_or_else(unexpected)?,
+                remaining: remaining.and_then(duration).ok_or_else(unexpected)?,
             }
         }
         (b"abandoned", [Value::Bulk(hex)]) => ClaimReply::Abandoned { fingerprint: fingerprint(hex)? },
-        (b"completed", [Value::Bulk(hex), Value::Integer(left), Value::Bulk(response)]) => {
+        (b"completed", [Value::Bulk(hex), left, Value::Bulk(response)]) => {
+            let left = number(left).ok_or_else(unexpected)?;
             // -1: somebody made the record persist.
-            life = if *left == -1 { LONGEST } else { duration(*left).unwrap_or_default() };
+            life = if left == -1 { LONGEST } else { duration(left).unwrap_or_default() };
             ClaimReply::Completed { fingerprint: fingerprint(hex)?, response: response.to_vec() }
         }
         (b"failed", [Value::Bulk(hex), Value::Bulk(word)]) => {
@@ -195,6 +210,15 @@ fn words<'v, 'a>(value: &'v Value<'a>) -> Result<(&'a [u8], &'v [Value<'a>]), Fa
         return Ok((word, rest));
     }
     Err(Fault::of_unexpected(value))
+}
+
+/// Webdis gives the integers within an array as text.
+fn number(value: &Value<'_>) -> Option<i64> {
+    match value {
+        Value::Integer(number) => Some(*number),
+        Value::Bulk(text) => std::str::from_utf8(text).ok()?.parse().ok(),
+        Value::Simple(_) | Value::Error(_) | Value::Null | Value::Array(_) => None,
+    }
 }
 
 fn duration(millis: i64) -> Option<Duration> {

@@ -1,7 +1,7 @@
 //! Operations that wait for a callout, and which of them go with the next one.
 //!
-//! - What is sent for the second time goes without anything that is sent for the first time, and an outbox's second
-//!   tries go without anybody else's: an operation that makes every callout fail takes no claim with it twice.
+//! - What failed with its whole callout goes without anything else, and an outbox's without anybody else's: an operation
+//!   that makes every callout fail takes no claim with it twice. What failed by its own answer spoils nobody's callout.
 //! - The outbox goes first, but takes at most half of a callout while others wait.
 
 use std::collections::VecDeque;
@@ -30,6 +30,10 @@ pub(super) struct Job {
     pub(super) call: Call,
     /// How often it failed after it was sent: so often, it may have been executed.
     pub(super) failures: u8,
+    /// Whether the whole callout failed that it was in.
+    pub(super) is_suspect: bool,
+    /// See [`super::slot::range_of`].
+    pub(super) range: u64,
 }
 
 /// What one callout may carry.
@@ -47,7 +51,7 @@ impl Room {
         Self { operations: half(self.operations), claims: half(self.claims), bytes: half(self.bytes) }
     }
 
-    /// Room for what failed once: the answer may have been longer than Envoy buffers.
+    /// Room for what failed with its callout: the answer may have been longer than Envoy buffers.
     fn for_another_try(self) -> Self {
         Self { claims: (self.claims / 8).max(1), ..self }
     }
@@ -74,8 +78,8 @@ struct Lanes {
 /// What waits, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
-    first_tries: Lanes,
-    second_tries: Lanes,
+    others: Lanes,
+    suspects: Lanes,
 }
 
 impl Queue {
@@ -92,19 +96,18 @@ impl Queue {
         self.lane_of(&job).push_front(job);
     }
 
-    /// Takes out everything whose time is over.
-    pub(super) fn take_expired(&mut self, now: Timestamp) -> Vec<Job> {
-        let mut expired = Vec::new();
+    /// Takes out everything that it is true of.
+    pub(super) fn take_where(&mut self, is_taken: impl Fn(&Job) -> bool) -> Vec<Job> {
+        let mut taken = Vec::new();
         for lane in self.lanes_mut() {
             // Nearly always nothing is, and then nothing is moved.
-            if lane.iter().any(|job| now >= job.deadline) {
-                let (over, waiting): (Vec<_>, Vec<_>) =
-                    std::mem::take(lane).into_iter().partition(|job| now >= job.deadline);
+            if lane.iter().any(&is_taken) {
+                let (out, waiting): (Vec<_>, Vec<_>) = std::mem::take(lane).into_iter().partition(&is_taken);
                 *lane = waiting.into();
-                expired.extend(over);
+                taken.extend(out);
             }
         }
-        expired
+        taken
     }
 
     /// Takes out a claim that waits.
@@ -118,14 +121,14 @@ impl Queue {
     /// Takes out what goes with the next callout.
     pub(super) fn next_batch(&mut self, mut room: Room, weigh: impl Fn(&Job) -> usize) -> Vec<Job> {
         let mut batch = Vec::new();
-        let again = &mut self.second_tries;
+        let again = &mut self.suspects;
         for lane in [&mut again.normal, &mut again.outbox] {
             if !lane.is_empty() {
                 take_from(lane, &mut room.for_another_try(), &weigh, &mut batch);
                 return batch;
             }
         }
-        let Lanes { outbox, normal } = &mut self.first_tries;
+        let Lanes { outbox, normal } = &mut self.others;
         if normal.is_empty() {
             take_from(outbox, &mut room, &weigh, &mut batch);
             return batch;
@@ -142,7 +145,7 @@ impl Queue {
     }
 
     fn lane_of(&mut self, job: &Job) -> &mut VecDeque<Job> {
-        let lanes = if job.failures == 0 { &mut self.first_tries } else { &mut self.second_tries };
+        let lanes = if job.is_suspect { &mut self.suspects } else { &mut self.others };
         match job.priority {
             Priority::Outbox => &mut lanes.outbox,
             Priority::Normal => &mut lanes.normal,
@@ -150,13 +153,13 @@ impl Queue {
     }
 
     fn lanes(&self) -> impl Iterator<Item = &VecDeque<Job>> {
-        let Self { first_tries, second_tries } = self;
-        [&second_tries.outbox, &second_tries.normal, &first_tries.outbox, &first_tries.normal].into_iter()
+        let Self { others, suspects } = self;
+        [&suspects.outbox, &suspects.normal, &others.outbox, &others.normal].into_iter()
     }
 
     fn lanes_mut(&mut self) -> [&mut VecDeque<Job>; 4] {
-        let Self { first_tries, second_tries } = self;
-        [&mut second_tries.outbox, &mut second_tries.normal, &mut first_tries.outbox, &mut first_tries.normal]
+        let Self { others, suspects } = self;
+        [&mut suspects.outbox, &mut suspects.normal, &mut others.outbox, &mut others.normal]
     }
 }
 
@@ -200,7 +203,16 @@ mod tests {
             Operation::Write(Hold { key, owner, fingerprint, attempt: 1 }, Write::Release)
         };
         let deadline = Timestamp::from_millis(ticket);
-        Job { ticket, operation, priority, deadline, call: Call::Name, failures }
+        Job {
+            ticket,
+            operation,
+            priority,
+            deadline,
+            call: Call::Name,
+            failures,
+            is_suspect: failures > 0,
+            range: 1,
+        }
     }
 
     fn queue(jobs: impl IntoIterator<Item = Job>) -> Queue {
@@ -233,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn second_tries_go_by_themselves() {
+    fn what_failed_with_its_callout_goes_by_itself() {
         let mut waiting = queue([
             job(1, Priority::Normal, 0, false),
             job(2, Priority::Outbox, 1, false),
@@ -253,7 +265,7 @@ mod tests {
     fn what_is_over_or_cancelled_is_taken_out() {
         let jobs = (1..=4).map(|ticket| job(ticket, Priority::Normal, 0, ticket != 3));
         let mut waiting = queue(jobs);
-        let expired = waiting.take_expired(Timestamp::from_millis(1));
+        let expired = waiting.take_where(|job| job.deadline <= Timestamp::from_millis(1));
         assert_eq!(expired.iter().map(|job| job.ticket).collect::<Vec<_>>(), [1]);
         assert!(waiting.take_claim(3).is_none());
         assert!(waiting.take_claim(9).is_none());

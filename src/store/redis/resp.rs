@@ -40,14 +40,19 @@ pub enum DecodeError {
 pub fn encode_command<T: AsRef<[u8]>>(out: &mut Vec<u8>, argv: &[T]) {
     push_length(out, b'*', argv.len());
     for argument in argv {
-        let argument = argument.as_ref();
-        push_length(out, b'$', argument.len());
-        out.extend_from_slice(argument);
-        out.extend_from_slice(b"\r\n");
+        push_bulk(out, argument.as_ref());
     }
 }
 
-fn push_length(out: &mut Vec<u8>, kind: u8, length: usize) {
+/// Appends a bulk string.
+pub fn push_bulk(out: &mut Vec<u8>, bulk: &[u8]) {
+    push_length(out, b'$', bulk.len());
+    out.extend_from_slice(bulk);
+    out.extend_from_slice(b"\r\n");
+}
+
+/// Appends what begins a value that has a length.
+pub fn push_length(out: &mut Vec<u8>, kind: u8, length: usize) {
     out.push(kind);
     out.extend_from_slice(length.to_string().as_bytes());
     out.extend_from_slice(b"\r\n");

@@ -7,10 +7,12 @@ pub mod client;
 pub mod deployment;
 pub mod envoy;
 pub mod execution;
+pub mod gateway;
 pub mod merge;
 pub mod origin;
 pub mod raw_origin;
 pub mod redis;
+pub mod redis_cluster;
 pub mod relay;
 pub mod rng;
 pub mod wait;
@@ -27,10 +29,12 @@ pub use envoy::{Envoy, FilterSpec, ListenerSpec, Wasm};
 pub use execution::{
     default_routes, execution_cluster, execution_listener, with_changed_execution, with_execution,
 };
+pub use gateway::{TOKEN, Upstash, Webdis, with_gateway};
 pub use merge::deep_merge;
 pub use origin::{Barrier, Behaviour, Origin, RefusedPort, Reply, Seen};
 pub use raw_origin::{End, RawOrigin, RawReply};
 pub use redis::{Redis, with_changed_link, with_link};
+pub use redis_cluster::{RedisCluster, linked_to_cluster};
 pub use relay::Relay;
 pub use rng::Rng;
 pub use wait::{PATIENCE, all_at_once, poll_until};

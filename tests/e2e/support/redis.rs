@@ -61,6 +61,16 @@ impl Redis {
         String::from_utf8_lossy(&reply).into_owned()
     }
 
+    /// Whether it runs and is not paused.
+    pub async fn answers(&self) -> bool {
+        let ping = async {
+            let mut stream = TcpStream::connect(self.addr()).await.ok()?;
+            stream.write_all(b"PING\r\n").await.ok()?;
+            stream.read_u8().await.ok()
+        };
+        tokio::time::timeout(Duration::from_millis(500), ping).await.is_ok_and(|answer| answer.is_some())
+    }
+
     /// SIGKILL.
     pub fn kill(&mut self) {
         let _ = self.process.kill();
@@ -149,6 +159,18 @@ pub fn with_changed_link(
         };
     }
     builder.internal_listeners()
+}
+
+/// The link on a port, so that a test can send through it what the filter would.
+pub fn link_on_port(port: u16) -> Value {
+    let mut parts = link_parts(SocketAddr::from(([127, 0, 0, 1], 1)), "");
+    let (_, mut listener) = parts.swap_remove(0);
+    listener.as_object_mut().unwrap().remove("internal_listener");
+    super::deep_merge(
+        &mut listener,
+        &json!({"name": "link_on_port", "address": {"socket_address": {"address": "127.0.0.1", "port_value": port}}}),
+    );
+    listener
 }
 
 fn link_parts(redis: SocketAddr, socket: &str) -> Vec<(&'static str, Value)> {
