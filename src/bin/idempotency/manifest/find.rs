@@ -197,36 +197,22 @@ impl Manifest {
 
     fn wasm(&mut self, filter: &Node, typed: &Node, path: &str, around: &Around) {
         let Some(settings) = typed.get("config") else { return };
-        let name = filter.text_of("name").or(settings.text_of("name")).unwrap_or("wasm");
-        let Some((configuration, line)) = configuration(settings) else {
-            if names_us(settings) {
-                self.filters.push(Filter {
-                    name: name.to_owned(),
-                    role: Role::Filter,
-                    host: Host::Envoy,
-                    path: path.to_owned(),
-                    settings: settings.clone(),
-                    configuration: Vec::new(),
-                    line: settings.line,
-                    chain: around.chain.zip(around.place),
-                    patch_operation: around.patch_operation.clone(),
-                });
-            }
+        let (configuration, line) = configuration(settings).unwrap_or((Vec::new(), settings.line));
+        let Some(role) = role_of(&configuration).or_else(|| names_us(settings).then_some(Role::Filter))
+        else {
             return;
         };
-        if let Some(role) = role_of(&configuration).or_else(|| names_us(settings).then_some(Role::Filter)) {
-            self.filters.push(Filter {
-                name: name.to_owned(),
-                role,
-                host: Host::Envoy,
-                path: path.to_owned(),
-                settings: settings.clone(),
-                configuration,
-                line,
-                chain: around.chain.zip(around.place),
-                patch_operation: around.patch_operation.clone(),
-            });
-        }
+        self.filters.push(Filter {
+            name: filter.text_of("name").or(settings.text_of("name")).unwrap_or("wasm").to_owned(),
+            role,
+            host: Host::Envoy,
+            path: path.to_owned(),
+            settings: settings.clone(),
+            configuration,
+            line,
+            chain: around.chain.zip(around.place),
+            patch_operation: around.patch_operation.clone(),
+        });
     }
 
     fn wasm_plugin(&mut self, document: &Node, path: &str) {
