@@ -528,7 +528,8 @@ pub(crate) fn frame_length(length: usize) -> [u8; 8] {
 }
 
 /// Two lower-case hexadecimal digits for each byte.
-pub(crate) fn hex(bytes: &[u8]) -> String {
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().flat_map(|byte| hex_digits(*byte)).map(char::from).collect()
 }
 
