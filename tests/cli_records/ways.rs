@@ -97,11 +97,12 @@ fn tls_trusts_the_given_authority_alone() {
     run(&[&inspect[..], &[&path("none.crt")]].concat()).expect(2, "none.crt");
 }
 
+const CLUSTER: [&str; 6] =
+    ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no"];
+
 /// Three primaries and no replica.
 fn cluster() -> Vec<Redis> {
-    let nodes: Vec<Redis> = (0..3)
-        .map(|_| Redis::start_with(&["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]))
-        .collect();
+    let nodes: Vec<Redis> = (0..3).map(|_| Redis::start_with(&CLUSTER)).collect();
     let ranges = [(0, 5460), (5461, 10922), (10923, 16383)];
     for (node, (first, last)) in nodes.iter().zip(ranges) {
         node.command(&["CLUSTER", "ADDSLOTSRANGE", &first.to_string(), &last.to_string()]);
@@ -159,6 +160,15 @@ fn every_primary_of_a_cluster_is_scanned_and_each_record_reached() {
 #[test]
 fn a_cluster_with_a_primary_that_is_gone_is_no_list() {
     let mut nodes = cluster();
+    let slot = |number: u64| -> u16 {
+        nodes[0].command(&["CLUSTER", "KEYSLOT", &name(&hold(number, 1))]).parse().unwrap()
+    };
+    let (here, gone) =
+        ((0..).find(|number| slot(*number) <= 5460), (0..).find(|number| slot(*number) > 10922));
+    let (here, gone) = (nodes[0].failed(here.unwrap()), nodes[2].failed(gone.unwrap()));
     nodes[2].kill();
+    let inspect = |key: &str| run(&["inspect", "--cluster", "--redis", &nodes[0].url(), "--redis-key", key]);
+    inspect(&here).expect(0, "failed");
+    inspect(&gone).expect(3, "Redis at");
     run(&["list", "--cluster", "--redis", &nodes[0].url()]).expect(3, "Redis at");
 }

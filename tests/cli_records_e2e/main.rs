@@ -74,7 +74,11 @@ async fn assert_resolved(envoys: &[&Envoy], origin: &Origin, key: &str, request:
     for envoy in envoys {
         for proto in Protocol::BOTH {
             let replay = ask(envoy, proto, request).await;
-            assert_eq!((replay.status, replay.is_replay(), &replay.body[..]), (201, true, BODY), "{replay:?}");
+            assert_eq!(
+                (replay.status, replay.is_replay(), &replay.body[..]),
+                (201, true, BODY),
+                "{replay:?}"
+            );
             assert_eq!(replay.header("content-type"), Some("application/json"));
             assert_eq!(replay.header("location"), Some("/payments/pay-7"));
             let other = request.clone().body("amount=9900");

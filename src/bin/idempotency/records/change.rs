@@ -5,7 +5,7 @@ use std::time::Duration;
 use redis::Value;
 
 use super::link::{Node, describe};
-use super::record::{Found, State};
+use super::record::Found;
 use crate::exit::Failure;
 
 macro_rules! script {
@@ -56,12 +56,9 @@ pub fn apply(node: &mut Node, found: &Found, change: &Change<'_>) -> Result<(), 
             "changed meanwhile: the record is no longer the one that was shown. Nothing was changed",
         )),
         Some(b"gone") => Err(Failure::changed("changed meanwhile: the record is gone. Nothing was changed")),
-        Some(b"alive") => Err(Failure::changed(match found.state {
-            State::InFlight { .. } => "its lease holds: the request may be executing. Nothing was changed",
-            State::Abandoned { .. } | State::Completed | State::Failed { .. } | State::Unreadable { .. } => {
-                "changed meanwhile: its lease was renewed, the request is executing. Nothing was changed"
-            }
-        })),
+        Some(b"alive") => Err(Failure::changed(
+            "changed meanwhile: its lease was renewed, the request is executing. Nothing was changed",
+        )),
         Some(b"unreadable") => {
             Err(Failure::changed("changed meanwhile: the record is unreadable. Nothing was changed"))
         }

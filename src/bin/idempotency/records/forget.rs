@@ -32,9 +32,8 @@ pub struct Args {
 
 pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {
     let target = args.target.locate()?;
-    let mut link = Link::open(&args.link)?;
-    let node = link.node_of(&target.redis_key)?;
-    let found = shown(record::read_one(node, &target.redis_key)?, &target, output)?;
+    let mut node = Link::open(&args.link)?.into_node_of(&target.redis_key)?;
+    let found = shown(record::read_one(&mut node, &target.redis_key)?, &target, output)?;
     if let State::InFlight { remaining } = found.state
         && !args.force
     {
@@ -48,7 +47,7 @@ pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {
         eprintln!("warning: {near}");
     }
     confirm("Remove this record, so that a retry with its key runs again?", args.yes)?;
-    apply(node, &found, &Change::Forget { force: args.force })?;
+    apply(&mut node, &found, &Change::Forget { force: args.force })?;
     if output.json {
         output.print_json(
             &json!({ "done": "forgotten", "was": show::to_json(&found, false), "warning": near }),
@@ -70,8 +69,12 @@ pub fn shown(found: Option<Found>, target: &Target, output: &Output) -> Result<F
             found.redis_key
         )));
     }
-    if !output.json {
-        output.print(&show::to_text(&found, false));
+    // The question is about what is shown, and standard output is a program's.
+    let text = show::to_text(&found, false);
+    if output.json {
+        anstream::eprint!("{text}");
+    } else {
+        output.print(&text);
     }
     Ok(found)
 }

@@ -25,8 +25,8 @@ pub struct Args {
 
 pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {
     let target = args.target.locate()?;
-    let mut link = Link::open(&args.link)?;
-    let found = record::read_one(link.node_of(&target.redis_key)?, &target.redis_key)?;
+    let mut node = Link::open(&args.link)?.into_node_of(&target.redis_key)?;
+    let found = record::read_one(&mut node, &target.redis_key)?;
     let Some(found) = found else {
         if output.json {
             output.print_json(&json!({ "redis_key": target.redis_key, "state": "absent" }));

@@ -22,6 +22,7 @@ const SLOTS: usize = 16_384;
 /// Where Redis is and who asks.
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Redis")]
+#[group(skip)]
 pub struct Args {
     /// Where Redis is: redis://HOST:PORT/DATABASE, rediss:// for TLS, or unix:///PATH. Its password belongs into the
     /// environment variable REDIS_PASSWORD or a file, for everybody can read the arguments of a process.
@@ -57,88 +58,73 @@ pub fn parse_argument(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "expected a whole number and a unit (ms, s, m or h), such as 60s".to_owned())
 }
 
-/// One server that holds records.
+/// A server that holds records.
 pub struct Node {
     name: String,
-    slots: Vec<RangeInclusive<u16>>,
     timeout: Duration,
     connection: Connection,
 }
 
 /// Every server that holds records.
-pub struct Link {
-    /// Never empty. Those of a cluster own all slots that anybody owns.
-    nodes: Vec<Node>,
-    is_cluster: bool,
+pub struct Link<'a> {
+    args: &'a Args,
+    /// The one that the URL names.
+    seed: Node,
+    /// Of a cluster: where each primary is, and its slots.
+    primaries: Option<Vec<(ConnectionInfo, Vec<RangeInclusive<u16>>)>>,
 }
 
-impl Link {
-    /// Connects. In a cluster, to every primary.
-    pub fn open(args: &Args) -> Result<Self, Failure> {
+impl<'a> Link<'a> {
+    /// Connects to the server that the URL names.
+    pub fn open(args: &'a Args) -> Result<Self, Failure> {
         // Another provider can't have been chosen before: nothing of the command does so.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let info = args.info()?;
-        let mut seed = args.connect(info.clone(), name_of(info.addr()))?;
+        let mut seed = args.connect(&info)?;
         if !args.cluster {
-            return Ok(Self { nodes: vec![seed], is_cluster: false });
+            return Ok(Self { args, seed, primaries: None });
         }
         let slots: Value = seed
             .query(redis::cmd("CLUSTER").arg("SLOTS"))
             .map_err(|failure| Failure { message: format!("--cluster: {failure}"), ..failure })?;
-        let host = host_of(info.addr());
-        let primaries = primaries(&slots, &host)
+        let primaries = primaries(&slots, &host_of(info.addr()))
             .ok_or_else(|| Failure::store(format!("{}: CLUSTER SLOTS: {}", seed.name, describe(&slots))))?;
-        let owned: usize = primaries.values().flatten().map(ExactSizeIterator::len).sum();
-        if owned != SLOTS {
-            return Err(Failure::store(format!(
-                "{}: {owned} of {SLOTS} slots of the cluster have a primary: it is not whole",
-                seed.name
-            )));
-        }
-        let mut nodes = Vec::with_capacity(primaries.len());
-        for ((host, port), slots) in primaries {
-            let addr = at(info.addr(), host, port);
-            let name = name_of(&addr);
-            nodes.push(Node { slots, ..args.connect(info.clone().set_addr(addr), name)? });
-        }
-        Ok(Self { nodes, is_cluster: true })
+        let at = |host, port| info.clone().set_addr(at(info.addr(), host, port));
+        let primaries = primaries.into_iter().map(|((host, port), slots)| (at(host, port), slots)).collect();
+        Ok(Self { args, seed, primaries: Some(primaries) })
     }
 
-    /// Whether it is a cluster's.
-    pub const fn is_cluster(&self) -> bool {
-        self.is_cluster
-    }
-
-    /// Refuses a server that is one of several: what it holds is a part only. One that does not say passes.
-    pub fn refuse_cluster(&mut self) -> Result<(), Failure> {
-        for node in &mut self.nodes {
-            let info: Result<String, Failure> = node.query(redis::cmd("INFO").arg("cluster"));
+    /// All of them, or none: what some hold is a part only.
+    pub fn into_nodes(mut self) -> Result<Vec<Node>, Failure> {
+        let Some(primaries) = self.primaries else {
+            // One that does not say passes: its user may lack the right to ask.
+            let info: Result<String, Failure> = self.seed.query(redis::cmd("INFO").arg("cluster"));
             if info.is_ok_and(|info| info.contains("cluster_enabled:1")) {
+                let name = self.seed.name;
                 return Err(Failure::usage(format!(
-                    "Redis at {} is a part of a Redis Cluster: use --cluster",
-                    node.name
+                    "Redis at {name} is a part of a Redis Cluster: use --cluster"
                 )));
             }
-        }
-        Ok(())
-    }
-
-    /// Every server.
-    pub fn nodes(&mut self) -> &mut [Node] {
-        &mut self.nodes
-    }
-
-    /// The server that a key belongs to.
-    pub fn node_of(&mut self, key: &str) -> Result<&mut Node, Failure> {
-        let slot: Option<u16> = match self.nodes.first_mut() {
-            Some(first) if self.is_cluster => {
-                Some(first.query(redis::cmd("CLUSTER").arg("KEYSLOT").arg(key))?)
-            }
-            Some(_) | None => None,
+            return Ok(vec![self.seed]);
         };
-        let owns =
-            |node: &&mut Node| slot.is_none_or(|slot| node.slots.iter().any(|own| own.contains(&slot)));
-        self.nodes.iter_mut().find(owns).ok_or_else(|| Failure::store("no primary owns the slot of the key"))
+        let owned: usize = primaries.iter().flat_map(|(_, slots)| slots).map(ExactSizeIterator::len).sum();
+        if owned != SLOTS {
+            return Err(Failure::store(format!(
+                "Redis at {}: {owned} of {SLOTS} slots of the cluster have a primary: it is not whole",
+                self.seed.name
+            )));
+        }
+        primaries.iter().map(|(info, _)| self.args.connect(info)).collect()
+    }
+
+    /// The one that a key belongs to.
+    pub fn into_node_of(mut self, key: &str) -> Result<Node, Failure> {
+        let Some(primaries) = self.primaries else { return Ok(self.seed) };
+        let slot: u16 = self.seed.query(redis::cmd("CLUSTER").arg("KEYSLOT").arg(key))?;
+        let owner = primaries.iter().find(|(_, slots)| slots.iter().any(|own| own.contains(&slot)));
+        let (info, _) =
+            owner.ok_or_else(|| Failure::store("no primary of the cluster owns the key's slot"))?;
+        self.args.connect(info)
     }
 }
 
@@ -190,15 +176,16 @@ impl Args {
         Ok(client.get_connection_info().clone())
     }
 
-    fn connect(&self, info: ConnectionInfo, name: String) -> Result<Node, Failure> {
-        let connected = Client::open(info).and_then(|client| {
+    fn connect(&self, info: &ConnectionInfo) -> Result<Node, Failure> {
+        let name = name_of(info.addr());
+        let connected = Client::open(info.clone()).and_then(|client| {
             let connection = client.get_connection_with_timeout(self.timeout)?;
             connection.set_read_timeout(Some(self.timeout))?;
             connection.set_write_timeout(Some(self.timeout))?;
             Ok(connection)
         });
         match connected {
-            Ok(connection) => Ok(Node { name, slots: Vec::new(), timeout: self.timeout, connection }),
+            Ok(connection) => Ok(Node { name, timeout: self.timeout, connection }),
             Err(error) => Err(failure_of(&name, self.timeout, &error)),
         }
     }

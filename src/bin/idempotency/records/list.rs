@@ -72,12 +72,8 @@ impl Wanted {
 
 pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {
     let prefix = args.prefix()?;
-    let mut link = Link::open(&args.link)?;
-    if !link.is_cluster() {
-        link.refuse_cluster()?;
-    }
     let mut scan = Scan::default();
-    for node in link.nodes() {
+    for node in &mut Link::open(&args.link)?.into_nodes()? {
         if scan.limit_reached {
             break;
         }

@@ -54,9 +54,8 @@ pub struct Args {
 pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {
     let target = args.target.locate()?;
     let answer = if args.release { None } else { Some(Answer::of(args, &target)?) };
-    let mut link = Link::open(&args.link)?;
-    let node = link.node_of(&target.redis_key)?;
-    let found = shown(record::read_one(node, &target.redis_key)?, &target, output)?;
+    let mut node = Link::open(&args.link)?.into_node_of(&target.redis_key)?;
+    let found = shown(record::read_one(&mut node, &target.redis_key)?, &target, output)?;
     match &found.state {
         State::Failed { .. } | State::Abandoned { .. } => {}
         State::InFlight { remaining } => {
@@ -73,7 +72,7 @@ pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {
     }
     let Some(answer) = answer else {
         confirm("Was it not done, and may a retry run it?", args.yes)?;
-        apply(node, &found, &Change::Forget { force: false })?;
+        apply(&mut node, &found, &Change::Forget { force: false })?;
         if output.json {
             output.print_json(&json!({ "done": "released", "was": show::to_json(&found, false) }));
         } else {
@@ -94,7 +93,7 @@ pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {
         record_ttl: answer.rule.record_ttl,
         response: &answer.encoded,
     };
-    apply(node, &found, &change)?;
+    apply(&mut node, &found, &change)?;
     if output.json {
         output.print_json(&json!({
             "done": "resolved",

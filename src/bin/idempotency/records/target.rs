@@ -15,6 +15,7 @@ use crate::exit::Failure;
 /// Which record.
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Which record")]
+#[group(skip)]
 pub struct Args {
     /// The filter's configuration: the JSON of the plugin.
     #[arg(long, value_name = "FILE")]

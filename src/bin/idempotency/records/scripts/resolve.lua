@@ -1,9 +1,6 @@
 -- resolve: a new owner, the record's life, the response, what the record was.
 --
 -- The owner is a new one: what the old one still has to write is stale from here on, in its Envoy's near cache too.
-if record.state == 'completed' then
-    return { 'changed' }
-end
 redis.call('HSET', key, 'state', 'completed', 'owner', ARGV[5], 'response', ARGV[7],
     'resolved_at', decimal(now), 'resolved_from', ARGV[8])
 redis.call('HDEL', key, 'lease_until', 'reason')
