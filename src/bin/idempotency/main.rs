@@ -6,6 +6,7 @@
 mod completions;
 mod exit;
 mod explain;
+mod manifest;
 mod output;
 mod records;
 mod schema;
