@@ -87,7 +87,8 @@ fn what_is_unreadable_here_is_what_a_claim_calls_unreadable() {
     for (number, argv) in spoil.into_iter().enumerate() {
         let number = number as u64;
         let key = redis.failed(number);
-        let argv: Vec<&str> = argv.iter().map(|word| if *word == "KEY" { &key } else { word }).collect();
+        let argv: Vec<&str> =
+            argv.iter().map(|word| if *word == "KEY" { key.as_str() } else { *word }).collect();
         redis.command(&argv);
         assert_eq!(redis.claim(&claim_of(&hold(number, 2), LEASE)), Err(Fault::Unreadable), "{argv:?}");
         assert_eq!(inspect(&redis, &key)["state"], json!("unreadable"), "{argv:?}");

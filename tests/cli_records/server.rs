@@ -96,10 +96,12 @@ impl Redis {
         text(&values.unwrap_or_else(|| panic!("{argv:?}: {}", reply.escape_ascii()))[0])
     }
 
-    /// Everything in it, for "nothing was changed". Expiries apart, since they pass.
+    /// Everything in a record, for "nothing was changed". Redis gives fields in any order.
     pub fn record(&self, key: &str) -> String {
-        let argv = ["HGETALL", key];
-        self.command(&argv)
+        let all = self.command(&["HGETALL", key]);
+        let mut lines: Vec<&str> = all.lines().collect();
+        lines.sort_unstable();
+        lines.join("\n")
     }
 
     pub fn claim(&self, operation: &Operation) -> Result<ClaimReply, Fault> {
