@@ -5,7 +5,7 @@ use std::time::Duration;
 use idempotency::store::{ClaimReply, Write, WriteReply};
 use serde_json::json;
 
-use crate::command::{Config, ask};
+use crate::command::{Config, ask, run};
 use crate::server::{LEASE, LIFE, Redis, claim_of, completion, failure, hold};
 
 /// Asks each kind of change for a record that `make` makes, lets `meanwhile` happen, says yes, and expects the record
@@ -90,6 +90,21 @@ fn a_newer_version_wrote_it() {
     changed_meanwhile(Redis::failed, "unreadable", |redis, _, key| {
         redis.command(&["HSET", key, "v", "2"]);
     });
+}
+
+#[test]
+fn a_script_is_held_to_the_owner_it_was_shown() {
+    let redis = Redis::start();
+    let key = redis.failed(1);
+    let (before, url) = (redis.record(&key), redis.url());
+    for verb in [&["forget"][..], &["resolve", "--release"]] {
+        let place = ["--yes", "--redis", &url, "--redis-key", &key, "--owner"];
+        run(&[verb, &place[..], &["02"]].concat()).expect(6, "another owner");
+        assert_eq!(redis.record(&key), before);
+    }
+    let owner = "01".repeat(16);
+    run(&["forget", "--yes", "--redis", &url, "--redis-key", &key, "--owner", &owner]).expect(0, "Removed");
+    assert_eq!(redis.record(&key), "");
 }
 
 /// The control: when nothing happens meanwhile, the same question leads to the change.

@@ -18,22 +18,26 @@ use crate::output::Output;
 #[command(after_help = "Example:\n  \
     idempotency forget --redis redis://127.0.0.1 --redis-key idem:eb19…")]
 pub struct Args {
+    /// Don't ask.
+    #[arg(long)]
+    yes: bool,
+    /// Only while the record has this owner, such as an earlier `list --json` showed.
+    #[arg(long, value_name = "OWNER")]
+    owner: Option<String>,
+    /// Even while a lease holds: the request may be executing, and a retry then runs beside it.
+    #[arg(long)]
+    force: bool,
     #[command(flatten)]
     target: target::Args,
     #[command(flatten)]
     link: link::Args,
-    /// Don't ask.
-    #[arg(long)]
-    yes: bool,
-    /// Even while a lease holds: the request may be executing, and a retry then runs beside it.
-    #[arg(long)]
-    force: bool,
 }
 
 pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {
     let target = args.target.locate()?;
     let mut node = Link::open(&args.link)?.into_node_of(&target.redis_key)?;
-    let found = shown(record::read_one(&mut node, &target.redis_key)?, &target, output)?;
+    let found =
+        shown(record::read_one(&mut node, &target.redis_key)?, &target, args.owner.as_deref(), output)?;
     if let State::InFlight { remaining } = found.state
         && !args.force
     {
@@ -59,10 +63,18 @@ pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {
 }
 
 /// Shows the record that is to be changed, and refuses one that nobody can change safely.
-pub fn shown(found: Option<Found>, target: &Target, output: &Output) -> Result<Found, Failure> {
+pub fn shown(
+    found: Option<Found>,
+    target: &Target,
+    owner: Option<&str>,
+    output: &Output,
+) -> Result<Found, Failure> {
     let Some(found) = found else {
         return Err(Failure { exit: Exit::Findings, message: format!("{}: no record", target.redis_key) });
     };
+    if owner.is_some_and(|owner| owner != found.owner) {
+        return Err(Failure::changed("changed meanwhile: the record has another owner. Nothing was changed"));
+    }
     if let State::Unreadable { why } = &found.state {
         return Err(Failure::refused(format!(
             "{}: unreadable: {why}. A newer version may have written it, so this one changes nothing",

@@ -14,13 +14,13 @@ use crate::output::Output;
         --scope x-account-id=alice --key order-1\n  \
     idempotency inspect --redis redis://127.0.0.1 --redis-key idem:eb19… --show-body")]
 pub struct Args {
+    /// Show the kept body too. It may hold anything the upstream answers.
+    #[arg(long)]
+    show_body: bool,
     #[command(flatten)]
     target: target::Args,
     #[command(flatten)]
     link: link::Args,
-    /// Show the kept body too. It may hold anything the upstream answers.
-    #[arg(long)]
-    show_body: bool,
 }
 
 pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {

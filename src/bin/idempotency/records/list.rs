@@ -25,8 +25,6 @@ const STEP: usize = 500;
     idempotency list --redis redis://127.0.0.1 --state failed,abandoned\n  \
     idempotency list --redis redis://127.0.0.1 --key-prefix idem:eb19260d    (digits from the access log)")]
 pub struct Args {
-    #[command(flatten)]
-    link: link::Args,
     /// Only records in this state; several with commas.
     #[arg(long, value_enum, value_delimiter = ',')]
     state: Vec<Wanted>,
@@ -42,6 +40,8 @@ pub struct Args {
     /// Stop after so many.
     #[arg(long, value_name = "COUNT")]
     limit: Option<usize>,
+    #[command(flatten)]
+    link: link::Args,
 }
 
 /// A state to be listed.

@@ -30,10 +30,6 @@ use crate::output::Output;
     It was not done: the next retry runs.\n    \
         idempotency resolve --redis redis://127.0.0.1 --redis-key idem:eb19… --release")]
 pub struct Args {
-    #[command(flatten)]
-    target: target::Args,
-    #[command(flatten)]
-    link: link::Args,
     /// It was done, and this is the status to answer with. Needs --config, for the rule says what is kept.
     #[arg(long, value_name = "STATUS", requires = "config", required_unless_present = "release")]
     status: Option<u16>,
@@ -49,13 +45,21 @@ pub struct Args {
     /// Don't ask.
     #[arg(long)]
     yes: bool,
+    /// Only while the record has this owner, such as an earlier `list --json` showed.
+    #[arg(long, value_name = "OWNER")]
+    owner: Option<String>,
+    #[command(flatten)]
+    target: target::Args,
+    #[command(flatten)]
+    link: link::Args,
 }
 
 pub fn run(args: &Args, output: &Output) -> Result<Exit, Failure> {
     let target = args.target.locate()?;
     let answer = if args.release { None } else { Some(Answer::of(args, &target)?) };
     let mut node = Link::open(&args.link)?.into_node_of(&target.redis_key)?;
-    let found = shown(record::read_one(&mut node, &target.redis_key)?, &target, output)?;
+    let found =
+        shown(record::read_one(&mut node, &target.redis_key)?, &target, args.owner.as_deref(), output)?;
     match &found.state {
         State::Failed { .. } | State::Abandoned { .. } => {}
         State::InFlight { remaining } => {
