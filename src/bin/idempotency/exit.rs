@@ -9,7 +9,9 @@ pub const HELP: &str = "Exit codes:\n  \
     1  done, and there are findings: a wrong configuration, a record that isn't there\n  \
     2  wrong usage: an unknown argument, a file that can't be read\n  \
     3  the store can't be reached, or didn't answer\n  \
-    4  refused: what was asked for would be unsafe, and nothing was changed";
+    4  refused: what was asked for would be unsafe, and nothing was changed\n  \
+    5  not confirmed: nobody said yes, and nothing was changed\n  \
+    6  changed meanwhile: the record is not the one that was shown, and nothing was changed";
 
 /// A code of [`HELP`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,6 +22,8 @@ pub enum Exit {
     Usage = 2,
     StoreUnreachable = 3,
     Refused = 4,
+    Unconfirmed = 5,
+    Changed = 6,
 }
 
 impl From<Exit> for ExitCode {
@@ -38,6 +42,22 @@ pub struct Failure {
 impl Failure {
     pub fn usage(message: impl Into<String>) -> Self {
         Self { exit: Exit::Usage, message: message.into() }
+    }
+
+    pub fn store(message: impl Into<String>) -> Self {
+        Self { exit: Exit::StoreUnreachable, message: message.into() }
+    }
+
+    pub fn refused(message: impl Into<String>) -> Self {
+        Self { exit: Exit::Refused, message: message.into() }
+    }
+
+    pub fn unconfirmed(message: impl Into<String>) -> Self {
+        Self { exit: Exit::Unconfirmed, message: message.into() }
+    }
+
+    pub fn changed(message: impl Into<String>) -> Self {
+        Self { exit: Exit::Changed, message: message.into() }
     }
 }
 
