@@ -11,9 +11,11 @@ export CARGO_TERM_COLOR ?= auto
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 WASM_BUILD := cargo build --release --lib --target wasm32-wasip1 --locked
 
-# Every integration test but `e2e`, which has a target of its own.
-NATIVE_TESTS := $(filter-out e2e,$(basename $(notdir $(wildcard tests/*.rs))) $(patsubst tests/%/main.rs,%,$(wildcard tests/*/main.rs)))
-TEST_STEPS := fmt-check lint unit build validate e2e planted story
+# Every integration test but `e2e` and those of the command, which have targets of their own.
+ALL_TESTS := $(basename $(notdir $(wildcard tests/*.rs))) $(patsubst tests/%/main.rs,%,$(wildcard tests/*/main.rs))
+CLI_TESTS := $(filter cli%,$(ALL_TESTS))
+NATIVE_TESTS := $(filter-out e2e cli%,$(ALL_TESTS))
+TEST_STEPS := fmt-check lint unit build validate e2e cli planted story
 
 # One of each minor version that is maintained or was lately; 1.38.3 of the Python package has no V8.
 VERSIONS ?= 1.36.4 1.37.0 1.38.2 1.39.3 1.40.0
@@ -92,7 +94,7 @@ fmt-check: ## is everything formatted?
 .PHONY: lint
 lint: ## clippy, native and wasm32 (where test-hooks are), and rustdoc; warnings are errors
 	@scripts/setup-rust.sh
-	cargo clippy --locked --all-targets -- -D warnings
+	cargo clippy --locked --features cli --all-targets -- -D warnings
 	cargo clippy --locked --lib --target wasm32-wasip1 -- -D warnings
 	cargo clippy --locked --lib --target wasm32-wasip1 --features test-hooks -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --document-private-items
@@ -119,6 +121,10 @@ validate: setup build ## does Envoy accept the configurations in envoy/?
 .PHONY: e2e
 e2e: setup setup-redis setup-webdis build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --test e2e -- $(ARGS)
+
+.PHONY: cli
+cli: setup setup-redis build ## the tests of the `idempotency` command, with a real Redis and a real Envoy
+	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --features cli --bin idempotency $(addprefix --test ,$(CLI_TESTS))
 
 .PHONY: chaos
 chaos: setup setup-redis build build-test-hooks ## break real processes under load for MINUTES (10), audit, print a table; SEED=… repeats a run's choices

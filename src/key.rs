@@ -8,12 +8,15 @@ use std::fmt;
 
 use sha2::{Digest, Sha256};
 
-use crate::config::{KeyFormat, KeyPolicy, KeySyntax};
+use crate::config::{KeyFormat, KeyPolicy, KeySyntax, Mode, Rule};
 use crate::headers::trim_ows;
 use crate::scope::ScopeValues;
 
 /// Names what a store key is the hash of; a change of the framing changes it.
 const STORE_KEY_DOMAIN: &[u8] = b"envoy-idempotency store key 1";
+
+/// No configured namespace has a control character, so no enforced store key is a shadow's.
+const SHADOW_NAMESPACE: &str = "\u{1}shadow:";
 
 /// A key as the client meant it: decoded, never empty, visible ASCII only.
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -433,6 +436,15 @@ impl StoreKey {
         StoreKey(hasher.finalize().into())
     }
 
+    /// The store key of this key, for this caller, under this rule. What `shadow` keeps, `enforce` never obeys.
+    #[must_use]
+    pub fn under(rule: &Rule, scope: &ScopeValues, key: &IdempotencyKey) -> StoreKey {
+        match rule.mode {
+            Mode::Shadow => Self::derive(&[SHADOW_NAMESPACE, &rule.namespace].concat(), scope, key),
+            Mode::Enforce | Mode::Off => Self::derive(&rule.namespace, scope, key),
+        }
+    }
+
     /// A store key that was derived earlier, or elsewhere.
     #[must_use]
     pub fn from_bytes(bytes: [u8; 32]) -> StoreKey {
@@ -516,7 +528,8 @@ pub(crate) fn frame_length(length: usize) -> [u8; 8] {
 }
 
 /// Two lower-case hexadecimal digits for each byte.
-pub(crate) fn hex(bytes: &[u8]) -> String {
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().flat_map(|byte| hex_digits(*byte)).map(char::from).collect()
 }
 

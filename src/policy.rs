@@ -67,7 +67,7 @@ pub enum RouteOverride {
 }
 
 /// Finds the rule for a request. Safe methods and CONNECT pass even where the route names a rule; whether the
-/// other requests are upgrades or gRPC, [`is_upgrade`] and [`is_grpc`] tell.
+/// other requests are upgrades or gRPC, [`protocol_bypass`] tells.
 #[must_use]
 pub fn decide_coverage<'c>(
     rules: &'c [Rc<Rule>],
@@ -108,6 +108,15 @@ pub fn decide_coverage<'c>(
 #[must_use]
 pub fn is_safe(method: &[u8]) -> bool {
     matches!(method, b"GET" | b"HEAD" | b"OPTIONS" | b"TRACE")
+}
+
+/// Why a request that a rule covers passes all the same: there is no one response to keep.
+#[must_use]
+pub fn protocol_bypass(headers: &HeaderBlock) -> Option<Bypass> {
+    if is_upgrade(headers) {
+        return Some(Bypass::Upgrade);
+    }
+    is_grpc(headers).then_some(Bypass::Grpc)
 }
 
 /// Whether a request asks for a tunnel or another protocol: CONNECT, extended CONNECT (RFC 8441 section 4), or

@@ -133,6 +133,19 @@ pub fn resolve_scope(rule: &Rule, head: &RequestHead<'_>) -> Result<ScopeValues,
     Ok(values)
 }
 
+/// Which attribute of the host a part is; empty for one that is none.
+#[must_use]
+pub fn attribute_path(part: &ScopePart) -> Vec<&str> {
+    match part {
+        ScopePart::JwtClaim { claim, metadata_key } => {
+            vec!["metadata", "filter_metadata", JWT_AUTHN, metadata_key, claim]
+        }
+        ScopePart::PeerCertificate(field) => vec!["connection", certificate_property(*field)],
+        ScopePart::Property(path) => path.iter().map(String::as_str).collect(),
+        ScopePart::Header(_) | ScopePart::Authorization | ScopePart::Constant(_) => Vec::new(),
+    }
+}
+
 fn push_part(
     values: &mut ScopeValues,
     part: &ScopePart,
@@ -150,18 +163,15 @@ fn push_part(
         }
         ScopePart::JwtClaim { claim, metadata_key } => {
             push_source(values, 3, &[metadata_key, claim]);
-            let path = ["metadata", "filter_metadata", JWT_AUTHN, metadata_key, claim];
-            values.push_piece(&attribute_value(head, &path, max_length)?);
+            values.push_piece(&attribute_value(head, &attribute_path(part), max_length)?);
         }
         ScopePart::PeerCertificate(field) => {
-            let property = certificate_property(*field);
-            push_source(values, 4, &[property]);
-            values.push_piece(&attribute_value(head, &["connection", property], max_length)?);
+            push_source(values, 4, &[certificate_property(*field)]);
+            values.push_piece(&attribute_value(head, &attribute_path(part), max_length)?);
         }
         ScopePart::Property(path) => {
-            let path: Vec<&str> = path.iter().map(String::as_str).collect();
-            push_source(values, 5, &path);
-            values.push_piece(&attribute_value(head, &path, max_length)?);
+            push_source(values, 5, &path.iter().map(String::as_str).collect::<Vec<_>>());
+            values.push_piece(&attribute_value(head, &attribute_path(part), max_length)?);
         }
         ScopePart::Constant(value) => {
             push_source(values, 6, &[]);
@@ -246,7 +256,9 @@ fn certificate_property(field: CertificateField) -> &'static str {
     }
 }
 
-fn label(part: &ScopePart) -> String {
+/// A part's source and name, such as `header x-account-id`.
+#[must_use]
+pub fn label(part: &ScopePart) -> String {
     match part {
         ScopePart::Header(name) => format!("header {name}"),
         ScopePart::Authorization => "header authorization".to_owned(),

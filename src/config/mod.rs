@@ -21,6 +21,7 @@ use std::time::Duration;
 
 pub use check::{load, load_plugin};
 pub use problem::{ConfigError, ConfigErrors};
+pub use values::parse_duration;
 
 /// What a plugin configuration makes of this module.
 #[derive(Debug, Clone)]

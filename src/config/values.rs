@@ -114,7 +114,9 @@ fn read_duration(json: &Json, span: &Span) -> Result<Duration, String> {
     }
 }
 
-fn parse_duration(text: &str) -> Option<Duration> {
+/// A duration as settings are written, such as `"60s"`; `None` for anything else.
+#[must_use]
+pub fn parse_duration(text: &str) -> Option<Duration> {
     let end = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at_checked(end)?;
     let number: u64 = number.parse().ok()?;

@@ -504,7 +504,7 @@ impl Exchange {
         }
         let hasher = FingerprintHasher::start(&rule, head);
         let request = Request {
-            key: StoreKey::derive(&rule.namespace, &scope, &key),
+            key: StoreKey::under(&rule, &scope, &key),
             owner,
             origin: head.headers.first("origin").map(<[u8]>::to_vec),
             has_attempt_header: head.headers.first(ATTEMPT_HEADER).is_some(),

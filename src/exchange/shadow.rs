@@ -31,9 +31,6 @@ use crate::reply::problem::REFUSAL_HEADER;
 use crate::scope::resolve_scope;
 use crate::store::{Claim, ClaimReply, Hold, StoreError, Write};
 
-/// No configured namespace has a control character, so no enforced store key is a shadow's.
-const NAMESPACE: &str = "\u{1}shadow:";
-
 #[derive(Debug)]
 pub(super) struct Shadow {
     rule: Rc<Rule>,
@@ -104,11 +101,10 @@ impl Shadow {
             effects.push(Effect::Count(Counter::ShadowRejected));
             return None;
         };
-        let namespace = format!("{NAMESPACE}{}", rule.namespace);
         let hasher = FingerprintHasher::start(&rule, head);
         let whole = end || !rule.fingerprint.body;
         let mut shadow = Self {
-            key: StoreKey::derive(&namespace, &scope, &key),
+            key: StoreKey::under(&rule, &scope, &key),
             rule,
             owner,
             phase: Phase::Hashing { hasher, received: 0 },

@@ -13,7 +13,7 @@ use crate::exchange::{Event, Exchange, Gate, drive};
 use crate::headers::{Attributes, HeaderBlock, RequestHead, serialize_pairs};
 use crate::metrics::Counter;
 use crate::outcome::{ClosingFacts, ResponseFacts};
-use crate::policy::{Bypass, Coverage, RouteOverride, decide_coverage, is_grpc, is_safe, is_upgrade};
+use crate::policy::{Bypass, Coverage, RouteOverride, decide_coverage, is_safe, protocol_bypass};
 use crate::reply::replay::are_remarks;
 
 /// What a stream and its root share.
@@ -154,11 +154,8 @@ impl Stream {
         let (Some(headers), Some(owner)) = (headers, self.shared.random.take()) else {
             return if rule.mode == Mode::Shadow { Action::Continue } else { self.refuse_unreadable() };
         };
-        if is_upgrade(&headers) {
-            return self.bypass(Bypass::Upgrade);
-        }
-        if is_grpc(&headers) {
-            return self.bypass(Bypass::Grpc);
+        if let Some(bypass) = protocol_bypass(&headers) {
+            return self.bypass(bypass);
         }
         let state = self.begin();
         let head = RequestHead { headers: &headers, attributes: &HostAttributes };

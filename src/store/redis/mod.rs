@@ -16,6 +16,7 @@
 //! | `fingerprint`, `fingerprint_version` | 64 hexadecimal digits, and how they were made |
 //! | `reason` | of a failed one, the word of [`crate::record::Reason`] |
 //! | `response` | of a completed one, as [`crate::record::codec`] encodes it |
+//! | `resolved_at`, `resolved_from` | of one that an operator completed: when, and what it was; the filter reads neither |
 //!
 //! The record's end is the key's own expiry. The scripts use TIME, HMGET, HGET, EXISTS, HSET, HDEL, DEL, PEXPIRE and
 //! PTTL on that key: with EVAL and EVALSHA, that is all an ACL has to allow. INFO is asked for by [`eviction`], and may be

@@ -1,0 +1,2 @@
+redis.call('DEL', key)
+return { 'applied' }
