@@ -281,8 +281,8 @@ pub const STORE: &[Setting] = &[
     Setting {
         name: "redis.max_in_flight_batches",
         shape: Integer(1, 64),
-        default: "`2`",
-        meaning: "callouts of one worker that may be out at a time; operations that come meanwhile go together into the next",
+        default: "`2`; `32` for `webdis`, where one callout carries one operation",
+        meaning: "callouts of one worker that may be out at a time; operations that come meanwhile go together into the next; as many again for slots of a Redis Cluster that fail",
         allowed: "1 to 64",
     },
     Setting {
@@ -312,6 +312,34 @@ pub const STORE: &[Setting] = &[
         default: r#"`"60s"`"#,
         meaning: "how long one is kept, and never longer than it lives in Redis",
         allowed: r#"`"100ms"` to `"24h"`"#,
+    },
+    Setting {
+        name: "redis.gateway",
+        shape: Object(""),
+        default: "none",
+        meaning: "`redis.cluster` is an HTTP gateway in front of Redis, not the link; see [Redis beyond one server](redis.md#http-gateways)",
+        allowed: "the fields below",
+    },
+    Setting {
+        name: "redis.gateway.dialect",
+        shape: Words(&["webdis", "upstash_resp2", "upstash_base64"]),
+        default: "**required**",
+        meaning: "what the gateway speaks",
+        allowed: r#"`"webdis"`, `"upstash_resp2"`, `"upstash_base64"`"#,
+    },
+    Setting {
+        name: "redis.gateway.authority",
+        shape: Cluster,
+        default: r#"`"redis"`"#,
+        meaning: "the host that the gateway is called by",
+        allowed: "1 to 255 visible ASCII characters",
+    },
+    Setting {
+        name: "redis.gateway.token_env",
+        shape: Name,
+        default: r#"`"UPSTASH_REDIS_REST_TOKEN"`; none for `webdis`"#,
+        meaning: "the environment variable of the VM (`vm_config.environment_variables`) that has the bearer token",
+        allowed: "1 to 64 letters, digits, `_`, `.`, `-`",
     },
 ];
 
