@@ -13,6 +13,7 @@ pub mod raw_origin;
 pub mod redis;
 pub mod relay;
 pub mod rng;
+pub mod shipped;
 pub mod wait;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -33,6 +34,7 @@ pub use raw_origin::{End, RawOrigin, RawReply};
 pub use redis::{Redis, with_changed_link, with_link};
 pub use relay::Relay;
 pub use rng::Rng;
+pub use shipped::{Shipped, documents_of, move_cluster, replace_text};
 pub use wait::{PATIENCE, all_at_once, poll_until};
 
 /// A key no other test uses, in the form of a UUID.
