@@ -117,7 +117,7 @@ fn every_plugin_configuration_that_is_shipped_loads() {
         let mut found = vec![];
         documents_of(&path).iter().for_each(|document| plugin_configurations(document, &mut found));
         for text in found {
-            let loaded = config::load(text.as_bytes());
+            let loaded = config::load_plugin(text.as_bytes());
             assert!(loaded.is_ok(), "{}: {}", path.display(), loaded.unwrap_err());
             if text.contains("request_end_hold") { holds += 1 } else { rules += 1 }
         }
