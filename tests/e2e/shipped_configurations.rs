@@ -1,4 +1,4 @@
-//! The configurations of `envoy/` and `deploy/` that need more than a file to run: TLS to Redis, a module from a server, ECDS, compose.
+//! The configurations of `envoy/` and `deploy/`, run as they are shipped.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -49,6 +49,26 @@ async fn refuses(addr: SocketAddr, origin: &Origin) -> Response {
     assert!(answer.status >= 500, "{answer:?}");
     assert_eq!(origin.executions_of(&key), 0);
     answer
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_configurations_that_need_no_more_run_a_key_once() {
+    let (origin, redis) = (Origin::start().await, Redis::start().await);
+    for file in ["embedded", "detached", "detached-rds", "redis"] {
+        let mut bootstrap = bootstrap_of(&format!("envoy/{file}.yaml"));
+        move_cluster(&mut bootstrap, "payments", origin.addr());
+        if file == "redis" {
+            unhurried_link(&mut bootstrap);
+            move_cluster(&mut bootstrap, "redis", redis.addr());
+        }
+        let envoy = Shipped::start(bootstrap, &[]).await;
+        for path in ["/pay", "/atomic/pay", "/detached/pay"] {
+            runs_once(envoy.addr(), &origin, path).await;
+        }
+        let detached = envoy.stat("wasmcustom.idempotency.detached").await;
+        assert_eq!(detached, u64::from(file.starts_with("detached")), "{file}");
+    }
+    assert!(redis.command("KEYS *").await.contains("idem:"));
 }
 
 fn openssl(folder: &Path, arguments: &str) {
