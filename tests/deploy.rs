@@ -105,7 +105,7 @@ fn plugin_configurations(value: &Value, found: &mut Vec<String>) {
                 }
             }
         }
-        _ => {}
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
     }
 }
 

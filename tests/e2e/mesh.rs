@@ -95,7 +95,7 @@ fn discover_in(folder: &Path, value: &mut Value) {
     match value {
         Value::Array(items) => items.iter_mut().for_each(|item| discover_in(folder, item)),
         Value::Object(fields) => fields.values_mut().for_each(|field| discover_in(folder, field)),
-        _ => {}
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
     }
 }
 

@@ -32,7 +32,7 @@ pub fn replace_text(value: &mut Value, from: &str, to: &str) {
             }
             Value::Array(items) => items.iter_mut().map(|item| replace(item, from, to)).sum(),
             Value::Object(fields) => fields.values_mut().map(|field| replace(field, from, to)).sum(),
-            _ => 0,
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => 0,
         }
     }
     assert!(replace(value, from, to) > 0, "{from:?} is nowhere in the configuration");
