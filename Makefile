@@ -111,11 +111,11 @@ model: ## the random model with a larger budget; RUNS=… (50000), STEPS=… (16
 	    cargo test --locked --test model random -- --nocapture
 
 .PHONY: validate
-validate: setup build ## does Envoy accept the configurations in envoy/?
+validate: setup build ## does Envoy accept the configurations in envoy/ and deploy/?
 	@envoy=$$(scripts/install-envoy.sh); \
-	for config in envoy/*.yaml; do \
+	for config in envoy/*.yaml deploy/envoy.yaml; do \
 	    echo "$$config"; \
-	    "$$envoy" --mode validate -c "$$config" -l warning || exit 1; \
+	    REDIS_PASSWORD=unused "$$envoy" --mode validate -c "$$config" -l warning || exit 1; \
 	done
 
 .PHONY: e2e

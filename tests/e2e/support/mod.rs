@@ -15,6 +15,7 @@ pub mod redis;
 pub mod redis_cluster;
 pub mod relay;
 pub mod rng;
+pub mod shipped;
 pub mod wait;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -37,6 +38,7 @@ pub use redis::{Redis, with_changed_link, with_link};
 pub use redis_cluster::{RedisCluster, linked_to_cluster};
 pub use relay::Relay;
 pub use rng::Rng;
+pub use shipped::{Shipped, documents_of, move_cluster, replace_text};
 pub use wait::{PATIENCE, all_at_once, poll_until};
 
 /// A key no other test uses, in the form of a UUID.
