@@ -48,6 +48,10 @@ setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .too
 setup-redis: ## install redis-server if it is missing (as root on Debian; says how otherwise)
 	@redis=$$(scripts/install-redis.sh) && echo "Redis: $$redis"
 
+.PHONY: setup-prometheus
+setup-prometheus: ## unpack Debian's prometheus into .tools/ if there is none (installs nothing, starts no service)
+	@prometheus=$$(scripts/install-prometheus.sh) && echo "Prometheus: $$prometheus"
+
 .PHONY: build
 build: ## build dist/idempotency.wasm
 	@scripts/setup-rust.sh
@@ -109,7 +113,7 @@ validate: setup build ## does Envoy accept the configurations in envoy/?
 	done
 
 .PHONY: e2e
-e2e: setup setup-redis build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
+e2e: setup setup-redis setup-prometheus build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --test e2e -- $(ARGS)
 
 .PHONY: chaos
@@ -142,6 +146,15 @@ fuzz: ## look for inputs that break a parser's properties: 20 s a target; TARGET
 check-config: ## check a plugin configuration: make check-config FILE.json
 	@[ -n "$$FILE" ] || { echo 'usage: make check-config FILE.json (or FILE="a path with spaces.json")' >&2; exit 2; }
 	@cargo run --quiet --locked --example check_config -- "$$FILE"
+
+.PHONY: dist
+dist: build ## pack a release into dist/: module, image, SBOM, licences, dashboard, alerts, sums; RUNBOOKS=https://…
+	@scripts/dist.py pack --wasm dist/idempotency.wasm --out dist $(if $(RUNBOOKS),--runbooks "$(RUNBOOKS)")
+
+.PHONY: dashboard-image
+dashboard-image: setup setup-redis setup-prometheus build build-test-hooks ## draw docs/images/dashboard.svg from a load of SECONDS_OF_LOAD (180)
+	ENVOY_PATH=$$(scripts/install-envoy.sh) DASHBOARD_SECONDS=$(or $(SECONDS_OF_LOAD),180) DASHBOARD_IMAGE=docs/images/dashboard.svg \
+	    cargo test --locked --test e2e observability::the_dashboard_can_be_drawn -- --nocapture
 
 .PHONY: clean
 clean: ## remove what was built, but not .tools/ (Envoy)

@@ -24,6 +24,7 @@ mod flood;
 mod guarantees;
 mod harness;
 mod lifecycle;
+mod observability;
 mod outcomes;
 mod public_cases;
 mod redis;

@@ -9,6 +9,7 @@ pub mod envoy;
 pub mod execution;
 pub mod merge;
 pub mod origin;
+pub mod prometheus;
 pub mod raw_origin;
 pub mod redis;
 pub mod relay;
