@@ -32,6 +32,7 @@ mod redis_cases;
 mod redis_eviction;
 mod redis_faults;
 mod redis_pair;
+mod release;
 mod requests;
 mod smoke;
 mod stop_iteration;
