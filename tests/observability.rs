@@ -180,6 +180,10 @@ fn the_dashboard_is_tied_to_no_data_source_and_shows_every_metric() {
     assert!(found.len() > 60);
     assert!(found.iter().all(|source| source["uid"] == "${datasource}"), "{found:?}");
 
+    for variable in &variables[1..] {
+        let names = names_in(variable["query"]["query"].as_str().unwrap());
+        assert!(!names.is_empty() && names.is_subset(&series()), "{variable}");
+    }
     let panels = dashboard["panels"].as_array().unwrap();
     let ids: BTreeSet<u64> = panels.iter().map(|panel| panel["id"].as_u64().unwrap()).collect();
     assert_eq!(ids.len(), panels.len());

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use idempotency::metrics::{Counter, Gauge, Histogram};
 use serde_json::{Value, json};
 
-use crate::support::envoy::config::repository;
+use crate::support::envoy::config::{cluster, repository};
 use crate::support::envoy::process;
 use crate::support::prometheus::{History, Prometheus, run, tools};
 use crate::support::*;
@@ -115,7 +115,12 @@ async fn every_query_of_the_dashboard_tells_what_happened() {
     let (mut redis, origin, envoy) = world().await;
     let ask = async |request: &Request| ask(&envoy, Protocol::Http1, request).await.status;
     let mut history = History::default();
-    history.add(&scrape(&envoy).await, "a", START);
+    let idle = scrape(&envoy).await;
+    history.add(&idle, "a", START);
+    // Another Envoy, that nothing happens on: what is not by Envoy has to be summed up.
+    for at in [START, HELD, END] {
+        history.add(&idle, "b", at);
+    }
 
     let keys: Vec<String> = (0..7).map(|_| unique_key()).collect();
     for key in &keys {
@@ -216,7 +221,8 @@ async fn every_query_of_the_dashboard_tells_what_happened() {
     for (panel, legend, expr) in &queries {
         let expr = filled_in(expr, &format!("{WINDOW}s"));
         let series = prometheus.query(&expr, Some(END)).await;
-        assert_eq!(series.len(), 1, "{panel}, {legend}: {expr} gave {series:?}");
+        let by_envoy = legend == "{{instance}}";
+        assert_eq!(series.len(), if by_envoy { 2 } else { 1 }, "{panel}, {legend}: {expr} gave {series:?}");
         let value = series[0].1;
         assert!(value.is_finite(), "{panel}, {legend}: {expr} gave {value}");
         if let Some((times, count)) = left.remove(&(panel.as_str(), legend.as_str())) {
@@ -228,6 +234,10 @@ async fn every_query_of_the_dashboard_tells_what_happened() {
             if panel == gauge {
                 let held = prometheus.query(&expr, Some(HELD)).await;
                 assert_eq!((held[0].1, barrier.arrived()), (4.0, 4), "{gauge}");
+                assert!(
+                    !by_envoy || (&held[0].0["instance"], held[1].1) == (&"a".to_owned(), 0.0),
+                    "{held:?}"
+                );
             }
         }
     }
@@ -308,6 +318,38 @@ async fn a_vm_that_traps_shows_in_the_metrics_that_the_alert_watches() {
         (value_of(&scrape(&envoy).await, reloads) >= Some(1.0)).then_some(())
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_module_that_never_came_shows_as_the_alert_on_an_absent_filter_asks() {
+    let origin = Origin::start().await;
+    let nowhere = RefusedPort::new();
+    let remote = json!({
+        "http_uri": {"uri": "http://modules.example/idempotency.wasm", "cluster": "modules", "timeout": "1s"},
+        "sha256": "00",
+        "retry_policy": {"num_retries": 0},
+    });
+    let envoy = Envoy::builder()
+        .workers(1)
+        .plugin(plugin_with(json!({})))
+        .main(|main| {
+            main.filter_mut().patch = json!({"vm_config": {"code": {"local": null, "remote": remote}}})
+        })
+        .extra_cluster(cluster("modules", nowhere.addr(), false))
+        .origin_addr(origin.addr())
+        .start()
+        .await;
+    envoy.wait_stat("wasm.remote_load_fetch_failures", 1, PATIENCE).await;
+    let answer = send_once(envoy.addr(), Protocol::Http1, &pay("/pay", &unique_key())).await.unwrap();
+    assert_eq!((answer.status, origin.executions(|_| true)), (503, 0));
+    let mut history = History::default();
+    history.add(&scrape(&envoy).await, "a", START);
+    let prometheus = Prometheus::start(&history, &[]).await;
+    let rules = prometheus.get("/api/v1/rules").await;
+    let rules = rules["groups"][0]["rules"].as_array().unwrap();
+    let absent = rules.iter().find(|rule| rule["name"] == "IdempotencyFilterAbsent").unwrap();
+    let fires = prometheus.query(absent["query"].as_str().unwrap(), Some(START)).await;
+    assert_eq!(fires.len(), 1, "{fires:?}");
 }
 
 /// `envoy/embedded.yaml` with the access log of `observability/` in the place of its own, on free ports.
