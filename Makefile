@@ -54,6 +54,10 @@ setup-redis: ## install redis-server if it is missing (as root on Debian; says h
 setup-webdis: ## install webdis if it is missing, for the tests of gateways (as root on Debian; says how otherwise)
 	@webdis=$$(scripts/install-webdis.sh) && echo "Webdis: $$webdis"
 
+.PHONY: setup-prometheus
+setup-prometheus: ## unpack Debian's prometheus into .tools/ if there is none (installs nothing, starts no service)
+	@prometheus=$$(scripts/install-prometheus.sh) && echo "Prometheus: $$prometheus"
+
 .PHONY: build
 build: ## build dist/idempotency.wasm
 	@scripts/setup-rust.sh
@@ -119,7 +123,7 @@ validate: setup build ## does Envoy accept the configurations in envoy/ and depl
 	done
 
 .PHONY: e2e
-e2e: setup setup-redis setup-webdis build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
+e2e: setup setup-redis setup-webdis setup-prometheus build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --test e2e -- $(ARGS)
 
 .PHONY: cli
@@ -156,6 +160,20 @@ fuzz: ## look for inputs that break a parser's properties: 20 s a target; TARGET
 check-config: ## check a plugin configuration: make check-config FILE.json
 	@[ -n "$$FILE" ] || { echo 'usage: make check-config FILE.json (or FILE="a path with spaces.json")' >&2; exit 2; }
 	@cargo run --quiet --locked --example check_config -- "$$FILE"
+
+.PHONY: dist
+dist: build ## pack a release into dist/: module, image, schema, SBOM, licences, dashboard, alerts, sums; RUNBOOKS=https://…
+	@schema=; \
+	if grep -q '^cli = ' Cargo.toml; then \
+	    schema="$(TARGET_DIR)/idempotency.schema.json"; \
+	    cargo run --quiet --locked --features cli --bin idempotency -- schema > "$$schema"; \
+	fi; \
+	scripts/dist.py pack --wasm dist/idempotency.wasm --out dist $(if $(RUNBOOKS),--runbooks "$(RUNBOOKS)") $${schema:+--schema "$$schema"}
+
+.PHONY: dashboard-image
+dashboard-image: setup setup-redis setup-prometheus build build-test-hooks ## draw docs/images/dashboard.svg from a load of SECONDS_OF_LOAD (180)
+	ENVOY_PATH=$$(scripts/install-envoy.sh) DASHBOARD_SECONDS=$(or $(SECONDS_OF_LOAD),180) DASHBOARD_IMAGE=docs/images/dashboard.svg \
+	    cargo test --locked --test e2e observability::the_dashboard_can_be_drawn -- --nocapture
 
 .PHONY: clean
 clean: ## remove what was built, but not .tools/ (Envoy)

@@ -34,7 +34,7 @@ macro_rules! metrics {
 metrics! {
     /// A counter.
     Counter {
-        /// A claim was made and the request forwarded.
+        /// A covered request was forwarded, with a claim or unprotected.
         Executed = "executed",
         /// A kept response was replayed.
         Replayed = "replayed",

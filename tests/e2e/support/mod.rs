@@ -10,6 +10,7 @@ pub mod execution;
 pub mod gateway;
 pub mod merge;
 pub mod origin;
+pub mod prometheus;
 pub mod raw_origin;
 pub mod redis;
 pub mod redis_cluster;
