@@ -9,7 +9,7 @@ use crate::Fallible;
 /// An answer.
 pub struct Answer {
     pub status: u16,
-    /// The status line and the headers, in lower case.
+    /// The status line and the headers, as they came.
     pub head: String,
     pub body: Vec<u8>,
 }
@@ -43,14 +43,25 @@ pub fn send_within(
     }
     stream.write_all(format!("{request}\r\n").as_bytes())?;
     stream.write_all(body)?;
+    // The end is told by the answer: Envoy closes only a second after it.
     let mut bytes = Vec::new();
-    stream.read_to_end(&mut bytes)?;
+    let mut part = [0; 16 << 10];
+    while !is_whole(&bytes) {
+        match stream.read(&mut part)? {
+            0 => break,
+            count => bytes.extend_from_slice(&part[..count]),
+        }
+    }
     let end = bytes.windows(4).position(|window| window == b"\r\n\r\n");
     let end = end.ok_or_else(|| format!("port {port} answered {:?}", String::from_utf8_lossy(&bytes)))?;
-    let head = String::from_utf8_lossy(&bytes[..end]).to_lowercase();
+    let head = String::from_utf8_lossy(&bytes[..end]).into_owned();
     let status = head.split(' ').nth(1).and_then(|text| text.parse().ok()).unwrap_or(0);
     let rest = &bytes[end + 4..];
-    let body = if head.contains("transfer-encoding: chunked") { join_chunks(rest)? } else { rest.to_vec() };
+    let body = if head.to_lowercase().contains("transfer-encoding: chunked") {
+        join_chunks(rest)?
+    } else {
+        rest.to_vec()
+    };
     Ok(Answer { status, head, body })
 }
 
@@ -61,6 +72,15 @@ pub fn get(port: u16, path: &str) -> Fallible<String> {
         return Err(format!("GET {path} on port {port}: {}", answer.status).into());
     }
     Ok(answer.text())
+}
+
+fn is_whole(bytes: &[u8]) -> bool {
+    let Some(end) = bytes.windows(4).position(|window| window == b"\r\n\r\n") else { return false };
+    let head = String::from_utf8_lossy(&bytes[..end]).to_lowercase();
+    let length =
+        head.lines().find_map(|line| line.strip_prefix("content-length: ")?.trim().parse::<usize>().ok());
+    length.is_some_and(|length| bytes.len() >= end + 4 + length)
+        || head.contains("transfer-encoding: chunked") && bytes.ends_with(b"\r\n0\r\n\r\n")
 }
 
 fn join_chunks(mut rest: &[u8]) -> Fallible<Vec<u8>> {

@@ -156,22 +156,25 @@ impl Subject {
         if self.keys != Keys::Executed {
             return Ok(());
         }
-        for number in 0..EXECUTED_KEYS {
-            let key = format!("executed-{body}-{number}");
-            self.ask(&key, body, &[])?;
-            let before = self.counter.settled()?;
-            let answer = self.ask(&key, body, &[])?;
-            let is_marked = self.replay_mark.is_none_or(|mark| answer.head.contains(mark));
-            let ran = self.counter.read()? - before;
-            if answer.status != 200 || answer.body.len() != upstream::ANSWER || !is_marked || ran != 0 {
-                return Err(format!(
-                    "{}: no replay, but {} (the service ran {ran} times)",
-                    self.name, answer.head
-                )
-                .into());
+        let keys: Vec<String> =
+            (0..EXECUTED_KEYS).map(|number| format!("executed-{body}-{number}")).collect();
+        for key in &keys {
+            self.ask(key, body, &[])?;
+        }
+        let before = self.counter.settled()?;
+        for key in &keys {
+            let answer = self.ask(key, body, &[])?;
+            let is_marked = self.replay_mark.is_none_or(|mark| answer.head.to_lowercase().contains(mark));
+            if answer.status != 200 || answer.body.len() != upstream::ANSWER || !is_marked {
+                return Err(format!("{}: no replay, but {}", self.name, answer.head).into());
             }
         }
-        Ok(())
+        let ran = self.counter.settled()? - before;
+        if ran == 0 {
+            Ok(())
+        } else {
+            Err(format!("{}: {ran} of {EXECUTED_KEYS} replays executed", self.name).into())
+        }
     }
 
     /// Runs for whole seconds, and checks what came of it.

@@ -24,8 +24,48 @@ pub fn write(bench: &Bench, name: &str, result: Value) -> Fallible<PathBuf> {
             all.insert(*other, serde_json::from_str::<Value>(&text)?);
         }
     }
+    let tables: Vec<String> = all.iter().map(|(name, section)| tables(name, &section["result"])).collect();
+    fs::write(folder.join("tables.md"), tables.concat())?;
     fs::write(folder.join("latest.json"), format!("{:#}\n", json!({"sections": all})))?;
     Ok(file)
+}
+
+/// What took turns, as Markdown for the documents: a column for each setting.
+fn tables(name: &str, result: &Value) -> String {
+    ["settings", "batching"]
+        .into_iter()
+        .filter_map(|part| Some((part, result[part].as_array()?)))
+        .map(|(part, settings)| format!("## {name}: {part}\n\n{}\n", table(settings)))
+        .collect()
+}
+
+fn table(settings: &[Value]) -> String {
+    let mut text = "| requests/s (share of); p50; processor time each |".to_owned();
+    for setting in settings {
+        text += &format!(
+            " {} worker(s), {} connection(s), {} B |",
+            setting["workers"], setting["connections"], setting["body_bytes"]
+        );
+    }
+    text += &format!("\n|---|{}\n", "---|".repeat(settings.len()));
+    let rows = settings.first().and_then(|setting| setting["subjects"].as_array()).map_or(0, Vec::len);
+    for row in 0..rows {
+        let of = |setting: &Value| setting["subjects"][row].clone();
+        let first = settings.first().map(of).unwrap_or_default();
+        text += &format!("| {} (of {}) |", as_text(&first["name"]), as_text(&first["share_of"]));
+        for subject in settings.iter().map(of) {
+            text += &format!(
+                " {} ({}); {} µs; {} µs |",
+                subject["requests_per_second"], subject["share"], subject["p50_us"], subject["cpu_us"]
+            );
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn as_text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
 }
 
 fn machine() -> Value {

@@ -354,7 +354,8 @@ fn axum(bench: &Bench, redis: SocketAddr, store: &str) -> Fallible<Running> {
         &log(bench, &name),
     )?;
     let begun = http::send(address.port(), "POST", "/session", &[("host", "bench")], b"")?;
-    let cookie = begun.head.lines().find_map(|line| line.strip_prefix("set-cookie: "));
+    let mut lines = begun.head.lines().filter_map(|line| line.split_once(": "));
+    let cookie = lines.find(|(name, _)| name.eq_ignore_ascii_case("set-cookie")).map(|(_, cookie)| cookie);
     let cookie = cookie.and_then(|cookie| cookie.split(';').next());
     let cookie = cookie.ok_or_else(|| {
         let detail = if store == "redis" { " (its store needs Redis 7.4 or newer, for HEXPIRE)" } else { "" };
