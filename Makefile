@@ -38,7 +38,7 @@ help: ## list the targets (default)
 	@echo
 	@sed -n 's/^\([a-z][a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@echo
-	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis, run-cluster), PORT=… (run), ARGS=… (e2e), MINUTES=… SEED=… (chaos), VERSIONS=… (e2e-matrix), FILE=… (check-config), TARGET=… SECONDS=… (fuzz).'
+	@echo 'Variables: ENVOY_PATH (use this Envoy), ONCE=1 (run, run-redis, run-cluster), PORT=… (run), ARGS=… (e2e), MINUTES=… SEED=… (chaos), VERSIONS=… (e2e-matrix), SECTIONS=… FULL=1 ROUNDS=… SECONDS_EACH=… (bench), FILE=… (check-config), TARGET=… SECONDS=… (fuzz).'
 
 .PHONY: setup
 setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .tools/
@@ -148,9 +148,18 @@ story: ## the story of `make run`, once
 	@$(MAKE) run ONCE=1
 
 .PHONY: bench
-bench: setup setup-redis build ## what the filter costs, side by side; ROUNDS=3 SECONDS_EACH=3 WORKERS=1,2 CONNECTIONS=1,32,128 BODIES=200
-	@command -v wrk >/dev/null || { echo 'make: no wrk: apt-get install wrk' >&2; exit 1; }
-	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) cargo run --quiet --locked --release --example bench
+bench: setup setup-redis build ## what the filter costs, side by side, in bench/results/; SECTIONS=filter,redis,peers,growth,memory,callgrind FULL=1 ROUNDS=3 SECONDS_EACH=1
+	@for tool in wrk valgrind; do command -v $$tool >/dev/null || { echo "make: no $$tool: apt-get install $$tool" >&2; exit 1; }; done
+	@cargo build --quiet --locked --release --example bench --example core_costs
+	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) CARGO_MANIFEST_DIR=$$PWD \
+	    CORE_COSTS="$(TARGET_DIR)/release/examples/core_costs" "$(TARGET_DIR)/release/examples/bench"
+
+.PHONY: callgrind
+callgrind: ## does the core take more instructions than bench/results/callgrind.json says? a minute
+	@command -v valgrind >/dev/null || { echo 'make: no valgrind: apt-get install valgrind' >&2; exit 1; }
+	@cargo build --quiet --locked --release --example bench --example core_costs
+	@SECTIONS=callgrind CHECK=1 ENVOY_PATH=none REDIS_PATH=none CARGO_MANIFEST_DIR=$$PWD \
+	    CORE_COSTS="$(TARGET_DIR)/release/examples/core_costs" "$(TARGET_DIR)/release/examples/bench"
 
 .PHONY: fuzz
 fuzz: ## look for inputs that break a parser's properties: 20 s a target; TARGET=resp SECONDS=600

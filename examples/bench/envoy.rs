@@ -1,210 +1,276 @@
-//! One Envoy, one listener per variant, and a Redis of its own.
+//! One Envoy with one listener per variant, and the Redis beside it.
 
 use std::fs::{self, File};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::Fallible;
+use crate::load::{Counter, Expected, Keys, Subject};
+use crate::process::{Process, wait_until};
 use crate::upstream::ANSWER;
+use crate::{Fallible, Tools, http};
 
-/// What is measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Variant {
-    /// Envoy without the filter.
-    Plain,
-    /// The filter, on a route that no rule covers.
-    Uncovered,
-    /// First executions on the embedded store.
-    First,
-    /// The same, detached.
-    Detached,
-    /// Replays from the embedded store.
-    Replay,
-    /// Envoy's own `direct_response` of the same bytes.
-    Direct,
-    /// First executions on Redis.
-    RedisFirst,
-    /// The same, detached.
-    RedisDetached,
-    /// Replays from Redis, without the near cache.
-    RedisReplay,
-    /// Replays from the near cache.
-    NearReplay,
+/// What a listener does with a request.
+#[derive(Debug, Clone)]
+pub enum Action {
+    /// Sends it to the service.
+    Forward,
+    /// Answers as the service would, by Envoy's own `direct_response`.
+    Answer,
+}
+
+/// A filter in front of that.
+#[derive(Debug, Clone)]
+pub enum Filter {
+    None,
+    /// This project's, with its plugin configuration.
+    Idempotency(Value),
+    /// A script for Envoy's Lua filter.
+    Lua(String),
+}
+
+/// One listener, and the load that it gets.
+#[derive(Debug, Clone)]
+pub struct Variant {
+    pub name: &'static str,
+    /// What its figures are compared with.
+    pub against: &'static str,
+    pub filter: Filter,
+    pub action: Action,
+    pub keys: Keys,
+    pub expected: Expected,
 }
 
 impl Variant {
-    /// All, in the order of the table.
-    pub const ALL: [Self; 10] = [
-        Self::Plain,
-        Self::Uncovered,
-        Self::First,
-        Self::Detached,
-        Self::RedisFirst,
-        Self::RedisDetached,
-        Self::Direct,
-        Self::Replay,
-        Self::NearReplay,
-        Self::RedisReplay,
-    ];
-
-    /// Its name in the results.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Plain => "plain",
-            Self::Uncovered => "uncovered",
-            Self::First => "first",
-            Self::Detached => "first_detached",
-            Self::Replay => "replay",
-            Self::Direct => "direct_response",
-            Self::RedisFirst => "redis_first",
-            Self::RedisDetached => "redis_first_detached",
-            Self::RedisReplay => "redis_replay",
-            Self::NearReplay => "near_replay",
+    /// Envoy without the filter.
+    pub fn plain() -> Self {
+        Self {
+            name: "plain",
+            against: "plain",
+            filter: Filter::None,
+            action: Action::Forward,
+            keys: Keys::New,
+            expected: Expected::Executions,
         }
     }
 
-    /// What its throughput is a share of.
-    pub const fn against(self) -> Self {
-        match self {
-            Self::Plain | Self::Uncovered | Self::First | Self::RedisFirst => Self::Plain,
-            Self::Detached => Self::First,
-            Self::RedisDetached => Self::RedisFirst,
-            Self::Direct | Self::Replay | Self::NearReplay | Self::RedisReplay => Self::Direct,
+    /// Envoy's own `direct_response` of the bytes that a replay has.
+    pub fn direct() -> Self {
+        Self {
+            name: "direct_response",
+            against: "direct_response",
+            action: Action::Answer,
+            expected: Expected::NoExecutions,
+            ..Self::plain()
         }
     }
 
-    /// Every request has a key of its own.
-    pub const fn new_keys(self) -> bool {
-        !matches!(self, Self::Replay | Self::NearReplay | Self::RedisReplay)
+    /// First executions under this plugin configuration.
+    pub fn first(name: &'static str, plugin: Value) -> Self {
+        Self { name, filter: Filter::Idempotency(plugin), ..Self::plain() }
     }
 
-    fn plugin(self) -> Option<Value> {
-        let store = match self {
-            Self::Plain | Self::Direct => return None,
-            Self::Uncovered | Self::First | Self::Detached | Self::Replay => {
-                // Room for all that is written within a record's life.
-                json!({"shared_data": {"max_records": 1_048_576, "max_bytes": 1_073_741_824}})
-            }
-            Self::RedisFirst | Self::RedisDetached | Self::NearReplay => redis("bench:", json!({})),
-            Self::RedisReplay => redis("bench-far:", json!(false)),
-        };
-        let detached = matches!(self, Self::Detached | Self::RedisDetached);
-        let path = if self == Self::Uncovered { "/covered" } else { "/" };
-        let mut rule = json!({
-            "name": "bench", "match": {"path": {"prefix": path}}, "scope": [{"header": "x-account-id"}],
-            "lock_ttl": "10s", "record_ttl": if self.new_keys() { "20s" } else { "1h" },
-        });
-        let mut plugin = json!({"store": store});
-        if detached {
-            rule["execution"] = json!("detached");
-            rule["execute_timeout"] = json!("20s");
-            plugin["execute_cluster"] = json!("idempotency-execute");
+    /// Replays under this plugin configuration.
+    pub fn replay(name: &'static str, plugin: Value) -> Self {
+        Self {
+            name,
+            against: "direct_response",
+            keys: Keys::Executed,
+            expected: Expected::NoExecutions,
+            ..Self::first(name, plugin)
         }
-        plugin["rules"] = json!([rule]);
-        Some(plugin)
+    }
+
+    /// Refusals of a key that is in flight.
+    pub fn conflict(name: &'static str, plugin: Value) -> Self {
+        Self { keys: Keys::Held, expected: Expected::Refusals, ..Self::replay(name, plugin) }
+    }
+
+    /// The same, compared with another.
+    pub fn against(mut self, name: &'static str) -> Self {
+        self.against = name;
+        self
     }
 }
 
-fn redis(prefix: &str, near_cache: Value) -> Value {
-    json!({"redis": {
-        "cluster": "redis-link", "timeout": "2s", "key_prefix": prefix, "near_cache": near_cache}})
+/// The plugin configuration of the variants: one rule, with these fields set over the usual ones.
+pub fn plugin(store: Value, rule: Value) -> Value {
+    let mut whole = json!({
+        "name": "bench", "match": {"path": {"prefix": "/"}}, "scope": [{"header": "x-account-id"}],
+        "lock_ttl": "10s", "record_ttl": "1h",
+    });
+    let mut plugin = json!({"store": store});
+    for (name, value) in rule.as_object().into_iter().flatten() {
+        whole[name] = value.clone();
+    }
+    if whole["execution"] == "detached" {
+        whole["execute_timeout"] = json!("20s");
+        plugin["execute_cluster"] = json!("idempotency-execute");
+    }
+    plugin["rules"] = json!([whole]);
+    plugin
 }
 
-/// The running processes.
-pub struct Envoy {
-    envoy: Child,
-    redis: Child,
-    admin: SocketAddr,
+/// The embedded store with room for all that a run writes.
+pub fn embedded() -> Value {
+    json!({"shared_data": {"max_records": 2_097_152, "max_bytes": 4_294_967_296_u64}})
+}
+
+/// The Redis store.
+pub fn on_redis(prefix: &str, near_cache: Value, batches: u32) -> Value {
+    json!({"redis": {"cluster": "redis-link", "timeout": "2s", "key_prefix": prefix, "near_cache": near_cache,
+        "max_in_flight_batches": batches}})
+}
+
+/// A Redis without persistence.
+pub struct Redis {
+    _process: Process,
+    pub address: SocketAddr,
     _directory: TempDir,
 }
 
-impl Envoy {
-    /// Starts Redis and Envoy, and waits until both serve.
-    pub fn start(
-        root: &Path,
-        binary: &Path,
-        redis: &Path,
-        workers: u32,
-        upstream: SocketAddr,
-    ) -> Fallible<Self> {
-        let module = root.join("dist/idempotency.wasm");
+impl Redis {
+    /// Starts it, and waits until it serves.
+    pub fn start(tools: &Tools) -> Fallible<Self> {
         let directory = tempfile::Builder::new().prefix("idempotency-bench-").tempdir()?;
-        let redis_port = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
-        let redis = Command::new(redis)
-            .args(["--port", &redis_port.port().to_string(), "--bind", "127.0.0.1", "--save", ""])
-            .args(["--appendonly", "no"])
-            .current_dir(directory.path())
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn()?;
-        let configuration = directory.path().join("envoy.json");
-        fs::write(&configuration, bootstrap(&module, upstream, redis_port, directory.path()).to_string())?;
-        let log = File::create(directory.path().join("log"))?;
-        let admin_file = directory.path().join("admin");
-        let envoy = Command::new(binary)
-            .arg("-c")
-            .arg(&configuration)
-            .args(["--concurrency", &workers.to_string(), "--disable-hot-restart", "--log-level", "warning"])
-            .arg("--admin-address-path")
-            .arg(&admin_file)
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()?;
-        let admin = SocketAddr::from(([127, 0, 0, 1], 0));
-        let mut envoy = Self { envoy, redis, admin, _directory: directory };
-        let end = Instant::now() + Duration::from_secs(60);
-        while Instant::now() < end {
-            if let Some(status) = envoy.envoy.try_wait()? {
-                let log = fs::read_to_string(envoy._directory.path().join("log"))?;
-                return Err(format!("Envoy did not start ({status}):\n{log}").into());
-            }
-            let address = fs::read_to_string(&admin_file).ok().and_then(|text| text.trim().parse().ok());
-            if let Some(address) = address {
-                envoy.admin = address;
-                let ready = envoy.get("/ready").is_ok_and(|answer| answer.contains("LIVE"));
-                if ready && TcpStream::connect(redis_port).is_ok() {
-                    return Ok(envoy);
-                }
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        Err("Envoy was not ready in time".into())
-    }
-
-    /// Where a variant listens.
-    pub fn port(&self, variant: Variant) -> Fallible<u16> {
-        let listeners = self.get("/listeners")?;
-        let wanted = format!("{}::", variant.name());
-        let line = listeners.lines().find_map(|line| line.strip_prefix(&wanted));
-        let port = line.and_then(|line| line.rsplit(':').next()).and_then(|port| port.parse().ok());
-        port.ok_or_else(|| format!("no listener {} in:\n{listeners}", variant.name()).into())
-    }
-
-    fn get(&self, path: &str) -> Fallible<String> {
-        use std::io::{Read as _, Write as _};
-        let mut stream = TcpStream::connect(self.admin)?;
-        stream.write_all(
-            format!("GET {path} HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n").as_bytes(),
+        let address = free_address()?;
+        let process = Process::start(
+            Command::new(&tools.redis)
+                .args(["--port", &address.port().to_string(), "--bind", "127.0.0.1", "--save", ""])
+                .args(["--appendonly", "no"])
+                .current_dir(directory.path())
+                .stdout(Stdio::null()),
         )?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok(answer.replace("\r\n", "\n"))
+        wait_until("Redis", Duration::from_secs(20), || Ok(TcpStream::connect(address).is_ok()))?;
+        Ok(Self { _process: process, address, _directory: directory })
+    }
+
+    /// One command, as RESP; the answer as text.
+    pub fn command(&self, words: &[&str]) -> Fallible<String> {
+        use std::io::{Read as _, Write as _};
+        let mut stream = TcpStream::connect(self.address)?;
+        let mut request = format!("*{}\r\n", words.len());
+        for word in words {
+            request += &format!("${}\r\n{word}\r\n", word.len());
+        }
+        stream.write_all(format!("{request}*1\r\n$4\r\nQUIT\r\n").as_bytes())?;
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer)?;
+        let answer = String::from_utf8_lossy(&answer).into_owned();
+        match answer.strip_suffix("+OK\r\n") {
+            Some(answer) if !answer.starts_with('-') => Ok(answer.to_owned()),
+            Some(_) | None => Err(format!("Redis: {words:?}: {answer}").into()),
+        }
     }
 }
 
-impl Drop for Envoy {
-    fn drop(&mut self) {
-        for child in [&mut self.envoy, &mut self.redis] {
-            // They are ended by the processes that were started here; one that is gone already is fine.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+/// An address that was free a moment ago.
+pub fn free_address() -> Fallible<SocketAddr> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?)
+}
+
+/// What stands around Envoy.
+#[derive(Debug, Clone, Copy)]
+pub struct Around {
+    pub upstream: SocketAddr,
+    pub redis: SocketAddr,
+    /// An HTTP gateway in front of Redis.
+    pub webdis: SocketAddr,
+}
+
+/// The running Envoy.
+pub struct Envoy {
+    process: Process,
+    admin: SocketAddr,
+    /// From its start to its readiness.
+    pub started_in: Duration,
+    directory: TempDir,
+}
+
+impl Envoy {
+    /// Starts it, and waits until it serves.
+    pub fn start(tools: &Tools, workers: u32, around: Around, variants: &[Variant]) -> Fallible<Self> {
+        let module = tools.root.join("dist/idempotency.wasm");
+        let directory = tempfile::Builder::new().prefix("idempotency-bench-").tempdir()?;
+        let configuration = directory.path().join("envoy.json");
+        fs::write(&configuration, bootstrap(&module, around, directory.path(), variants).to_string())?;
+        let log = File::create(directory.path().join("log"))?;
+        let admin_file = directory.path().join("admin");
+        let start = Instant::now();
+        let process = Process::start(
+            Command::new(&tools.envoy)
+                .arg("-c")
+                .arg(&configuration)
+                .args(["--concurrency", &workers.to_string(), "--disable-hot-restart"])
+                .args(["--log-level", "warning", "--admin-address-path"])
+                .arg(&admin_file)
+                .stdout(log.try_clone()?)
+                .stderr(log),
+        )?;
+        let admin = SocketAddr::from(([127, 0, 0, 1], 0));
+        let mut envoy = Self { process, admin, started_in: Duration::ZERO, directory };
+        wait_until("Envoy", Duration::from_secs(60), || {
+            if let Some(status) = envoy.process.ended()? {
+                let log = fs::read_to_string(envoy.directory.path().join("log"))?;
+                return Err(format!("Envoy did not start ({status}):\n{log}").into());
+            }
+            let address = fs::read_to_string(&admin_file).ok().and_then(|text| text.trim().parse().ok());
+            let Some(address) = address else { return Ok(false) };
+            envoy.admin = address;
+            Ok(envoy.get("/ready").is_ok_and(|answer| answer.contains("LIVE")))
+        })?;
+        envoy.started_in = start.elapsed();
+        Ok(envoy)
+    }
+
+    pub fn id(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// A variant as what is measured.
+    pub fn subject(&self, variant: &Variant) -> Fallible<Subject> {
+        let is_filter = matches!(variant.filter, Filter::Idempotency(_) | Filter::Lua(_));
+        Ok(Subject {
+            name: variant.name.to_owned(),
+            against: variant.against.to_owned(),
+            port: self.port(variant.name)?,
+            path: "/pay".to_owned(),
+            keys: variant.keys,
+            expected: variant.expected,
+            counter: Counter::Upstream,
+            headers: String::new(),
+            replay_mark: is_filter.then_some("idempotent-replayed: true"),
+            processes: vec![self.id()],
+        })
+    }
+
+    /// All of them.
+    pub fn subjects(&self, variants: &[Variant]) -> Fallible<Vec<Subject>> {
+        variants.iter().map(|variant| self.subject(variant)).collect()
+    }
+
+    fn port(&self, name: &str) -> Fallible<u16> {
+        let listeners = self.get("/listeners")?;
+        let wanted = format!("{name}::");
+        let line = listeners.lines().find_map(|line| line.strip_prefix(&wanted));
+        let port = line.and_then(|line| line.rsplit(':').next()).and_then(|port| port.parse().ok());
+        port.ok_or_else(|| format!("no listener {name} in:\n{listeners}").into())
+    }
+
+    /// One counter or gauge.
+    pub fn stat(&self, name: &str) -> Fallible<u64> {
+        let stats = self.get(&format!("/stats?filter=^{name}$"))?;
+        let value = stats.trim().rsplit(": ").next().and_then(|text| text.parse().ok());
+        value.ok_or_else(|| format!("no {name}: {stats}").into())
+    }
+
+    /// What its admin interface answers.
+    pub fn get(&self, path: &str) -> Fallible<String> {
+        http::get(self.admin.port(), path)
     }
 }
 
@@ -212,9 +278,9 @@ const HCM: &str =
     "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager";
 const HTTP: &str = "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions";
 
-fn bootstrap(module: &Path, upstream: SocketAddr, redis: SocketAddr, directory: &Path) -> Value {
+fn bootstrap(module: &Path, around: Around, directory: &Path, variants: &[Variant]) -> Value {
     let socket = directory.join("redis.sock");
-    let mut listeners: Vec<Value> = Variant::ALL.iter().map(|variant| listener(*variant, module)).collect();
+    let mut listeners: Vec<Value> = variants.iter().map(|variant| listener(variant, module)).collect();
     let hold = || wasm("request_end_hold", module, &json!({"role": "request_end_hold"}));
     listeners.push(internal(
         "redis_link",
@@ -247,8 +313,9 @@ fn bootstrap(module: &Path, upstream: SocketAddr, redis: SocketAddr, directory: 
         "static_resources": {
             "listeners": listeners,
             "clusters": [
-                cluster("upstream", &address(upstream), json!({})),
-                cluster("redis", &address(redis), json!({})),
+                cluster("upstream", &address(around.upstream), json!({})),
+                cluster("redis", &address(around.redis), json!({})),
+                cluster("webdis", &address(around.webdis), json!({})),
                 cluster("redis-link", &to("redis_link"), json!({})),
                 cluster("redis-proxy", &pipe, json!({"@type": HTTP,
                     "common_http_protocol_options": {"max_requests_per_connection": 1},
@@ -317,7 +384,7 @@ fn wasm(name: &str, module: &Path, plugin: &Value) -> Value {
 fn hcm(name: &str, filters: Value, action: Value) -> Value {
     json!([{"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": {
         "@type": HCM,
-        "stat_prefix": name,
+        "stat_prefix": name, "stream_idle_timeout": "0s",
         "http_filters": filters,
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [action]}]},
     }}]}])
@@ -328,19 +395,26 @@ fn internal(name: &str, filters: Value, route: Value) -> Value {
     json!({"name": name, "internal_listener": {}, "filter_chains": hcm(name, filters, action)})
 }
 
-fn listener(variant: Variant, module: &Path) -> Value {
-    let filter = variant.plugin().map(|plugin| wasm(variant.name(), module, &plugin));
+fn listener(variant: &Variant, module: &Path) -> Value {
+    let filter = match &variant.filter {
+        Filter::None => None,
+        Filter::Idempotency(plugin) => Some(wasm(variant.name, module, plugin)),
+        Filter::Lua(script) => Some(json!({"name": "lua", "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
+            "default_source_code": {"inline_string": script}}})),
+    };
     let filters: Vec<Value> = filter.into_iter().chain([router()]).collect();
-    let action = if variant == Variant::Direct {
-        json!({"match": {"prefix": "/"}, "direct_response": {
-            "status": 200, "body": {"inline_string": "a".repeat(ANSWER)}}})
-    } else {
-        json!({"match": {"prefix": "/"}, "route": {"cluster": "upstream"}})
+    let action = match variant.action {
+        Action::Answer => json!({"match": {"prefix": "/"}, "direct_response": {
+            "status": 200, "body": {"inline_string": "a".repeat(ANSWER)}}}),
+        Action::Forward => {
+            json!({"match": {"prefix": "/"}, "route": {"cluster": "upstream", "timeout": "0s"}})
+        }
     };
     json!({
-        "name": variant.name(),
+        "name": variant.name,
         "address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}},
         "per_connection_buffer_limit_bytes": 4_194_304,
-        "filter_chains": hcm(variant.name(), json!(filters), action),
+        "filter_chains": hcm(variant.name, json!(filters), action),
     })
 }

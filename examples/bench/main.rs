@@ -1,12 +1,17 @@
-//! `make bench`: what the filter costs, measured side by side. One Envoy serves every variant on a port of its own; the
-//! variants take turns, round after round, and what counts are ratios of medians within one run.
+//! `make bench`: what the filter costs, measured side by side. The subjects of a section take turns, round after round;
+//! what counts are ratios of medians within one run. Each run proves that it was the load that it says, by how often the
+//! service ran.
 //!
 //! | file | owns |
 //! |---|---|
-//! | `envoy` | the Envoy process and its configuration |
+//! | `process`, `http` | processes that were started here, and single requests |
+//! | `envoy` | the Envoy process, its configuration, and Redis |
 //! | `upstream` | the service behind it, which answers at once |
-//! | `load` | wrk, and what it printed |
-//! | `report` | the table and the JSON |
+//! | `load` | wrk, and proof of what it did |
+//! | `turns` | rounds and medians |
+//! | `section` | the sections, one file each |
+//! | `plot` | line charts as SVG |
+//! | `report` | the JSON |
 #![allow(
     clippy::disallowed_methods,
     clippy::indexing_slicing,
@@ -14,27 +19,46 @@
 )]
 
 mod envoy;
+mod http;
 mod load;
+mod plot;
+mod process;
 mod report;
+mod section;
+mod turns;
 mod upstream;
 
-use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::error::Error as StdError;
+use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use envoy::{Envoy, Variant};
-use load::{Load, Sample};
-use report::{Measured, Report};
+use turns::Effort;
 
-type Fallible<T> = Result<T, Box<dyn Error + Send + Sync>>;
+type Error = Box<dyn StdError + Send + Sync>;
+type Fallible<T> = Result<T, Error>;
 
-/// What is measured at once: every variant under the same workers, connections and body.
-#[derive(Debug, Clone, Copy)]
-struct Setting {
-    workers: u32,
-    connections: u32,
-    body: usize,
+/// What was there before this program.
+pub struct Tools {
+    /// This repository.
+    pub root: PathBuf,
+    /// Envoy's binary.
+    pub envoy: PathBuf,
+    /// That of redis-server.
+    pub redis: PathBuf,
+}
+
+/// What all sections go by.
+pub struct Bench {
+    /// Where all is.
+    pub tools: Tools,
+    /// The service.
+    pub upstream: SocketAddr,
+    /// How long and how often each subject is measured.
+    pub effort: Effort,
+    /// The whole matrix instead of the part that fits into some minutes.
+    pub full: bool,
 }
 
 fn main() -> ExitCode {
@@ -49,67 +73,40 @@ fn main() -> ExitCode {
 
 fn run() -> Fallible<()> {
     let root = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| PathBuf::from("."), PathBuf::from);
-    let binary = std::env::var("ENVOY_PATH").map_err(|_| "ENVOY_PATH is not set: use `make bench`")?;
-    let redis = std::env::var("REDIS_PATH").map_err(|_| "REDIS_PATH is not set: use `make bench`")?;
-    let rounds = number("ROUNDS", 3)?;
-    let seconds = number("SECONDS_EACH", 3)?;
-    let workers = numbers("WORKERS", &[1])?;
-    let connections = numbers("CONNECTIONS", &[1, 32, 128])?;
-    let bodies = numbers("BODIES", &[200])?;
-
-    let upstream = upstream::start()?;
-    let mut report = Report::new(rounds, seconds);
-    for &workers in &workers {
-        let envoy = Envoy::start(&root, Path::new(&binary), Path::new(&redis), workers, upstream)?;
-        for &body in &bodies {
-            for &connections in &connections {
-                let body = usize::try_from(body)?;
-                let setting = Setting { workers, connections, body };
-                report.add(measure(&envoy, setting, rounds, Duration::from_secs(seconds.into()))?);
-            }
-        }
+    let path = |name: &str| {
+        std::env::var_os(name).map(PathBuf::from).ok_or(format!("{name} is not set: use `make bench`"))
+    };
+    let tools = Tools { envoy: path("ENVOY_PATH")?, redis: path("REDIS_PATH")?, root };
+    let full = text("FULL").is_some_and(|text| text != "0");
+    let effort = Effort {
+        rounds: number("ROUNDS", if full { 5 } else { 3 })?,
+        time: Duration::from_secs(number("SECONDS_EACH", if full { 2 } else { 1 })?.into()),
+    };
+    let names = text("SECTIONS");
+    let names: Vec<&str> = match &names {
+        Some(names) => names.split(',').map(str::trim).collect(),
+        None => section::ALL.iter().map(|(name, _)| *name).collect(),
+    };
+    let bench = Bench { tools, upstream: upstream::start()?, effort, full };
+    for name in names {
+        let known = section::ALL.iter().find(|(candidate, _)| *candidate == name);
+        let (_, measure) = known.ok_or_else(|| format!("SECTIONS: no section {name}"))?;
+        println!("\n=== {name}");
+        let start = Instant::now();
+        let result = measure(&bench).map_err(|error| format!("{name}: {error}"))?;
+        let written = report::write(&bench, name, result)?;
+        println!("\n{} ({} s)", written.display(), start.elapsed().as_secs());
     }
-    let written = report.write(&root.join("bench/results"))?;
-    println!("\n{}", written.display());
     Ok(())
 }
 
-fn measure(envoy: &Envoy, setting: Setting, rounds: u32, time: Duration) -> Fallible<Measured> {
-    println!(
-        "\n{} worker(s), {} connection(s), bodies of {} B",
-        setting.workers, setting.connections, setting.body
-    );
-    let mut samples: Vec<Vec<Sample>> = Variant::ALL.iter().map(|_| Vec::new()).collect();
-    for round in 0..=rounds {
-        for (variant, samples) in Variant::ALL.iter().zip(&mut samples) {
-            let load = Load { port: envoy.port(*variant)?, variant: *variant, setting, round };
-            // The first round warms up.
-            if round == 0 {
-                load.run(Duration::from_secs(1))?;
-            } else {
-                samples.push(load.run(time)?);
-            }
-        }
-    }
-    let measured = Measured::new(setting, samples);
-    print!("{}", measured.table());
-    Ok(measured)
+fn text(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|text| !text.is_empty())
 }
 
 fn number(name: &str, default: u32) -> Fallible<u32> {
-    match std::env::var(name).ok().filter(|text| !text.is_empty()) {
+    match text(name) {
         Some(text) => text.parse().map_err(|_| format!("{name}={text}: not a number").into()),
         None => Ok(default),
-    }
-}
-
-/// Several, with commas between.
-fn numbers(name: &str, default: &[u32]) -> Fallible<Vec<u32>> {
-    match std::env::var(name).ok().filter(|text| !text.is_empty()) {
-        Some(text) => text
-            .split(',')
-            .map(|part| part.trim().parse().map_err(|_| format!("{name}={text}: not numbers").into()))
-            .collect(),
-        None => Ok(default.to_vec()),
     }
 }

@@ -1,120 +1,78 @@
-//! The table on the screen and the JSON in `bench/results/`.
+//! The JSON: one file for each section, and all of them in one.
 
+use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use crate::envoy::Variant;
-use crate::load::Sample;
-use crate::{Fallible, Setting};
+use crate::{Bench, Fallible};
 
-/// Every variant under one setting, as medians over the rounds.
-pub struct Measured {
-    setting: Setting,
-    rows: Vec<(Variant, Sample)>,
+/// Writes a section's result, and merges it with those of the others.
+pub fn write(bench: &Bench, name: &str, result: Value) -> Fallible<PathBuf> {
+    let folder = bench.tools.root.join("bench/results");
+    fs::create_dir_all(&folder)?;
+    let section = json!({
+        "machine": machine(), "rounds": bench.effort.rounds, "seconds_each": bench.effort.time.as_secs(),
+        "full": bench.full, "result": result,
+    });
+    let file = folder.join(format!("{name}.json"));
+    fs::write(&file, format!("{section:#}\n"))?;
+    let mut all = BTreeMap::new();
+    for (other, _) in crate::section::ALL {
+        if let Ok(text) = fs::read_to_string(folder.join(format!("{other}.json"))) {
+            all.insert(*other, serde_json::from_str::<Value>(&text)?);
+        }
+    }
+    let tables: Vec<String> = all.iter().map(|(name, section)| tables(name, &section["result"])).collect();
+    fs::write(folder.join("tables.md"), tables.concat())?;
+    fs::write(folder.join("latest.json"), format!("{:#}\n", json!({"sections": all})))?;
+    Ok(file)
 }
 
-impl Measured {
-    /// `samples` are those of [`Variant::ALL`], in its order.
-    pub fn new(setting: Setting, samples: Vec<Vec<Sample>>) -> Self {
-        let middle = |samples: &[Sample], part: fn(&Sample) -> f64| {
-            let mut values: Vec<f64> = samples.iter().map(part).collect();
-            values.sort_by(f64::total_cmp);
-            values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-        };
-        let rows = Variant::ALL
-            .into_iter()
-            .zip(samples)
-            .map(|(variant, samples)| {
-                let sample = Sample {
-                    rate: middle(&samples, |sample| sample.rate),
-                    p50: middle(&samples, |sample| sample.p50),
-                    p99: middle(&samples, |sample| sample.p99),
-                };
-                (variant, sample)
-            })
-            .collect();
-        Self { setting, rows }
-    }
+/// What took turns, as Markdown for the documents: a column for each setting.
+fn tables(name: &str, result: &Value) -> String {
+    ["settings", "batching"]
+        .into_iter()
+        .filter_map(|part| Some((part, result[part].as_array()?)))
+        .map(|(part, settings)| format!("## {name}: {part}\n\n{}\n", table(settings)))
+        .collect()
+}
 
-    fn of(&self, variant: Variant) -> Option<&Sample> {
-        self.rows.iter().find(|(candidate, _)| *candidate == variant).map(|(_, sample)| sample)
+fn table(settings: &[Value]) -> String {
+    let mut text = "| requests/s (share of); p50; processor time each |".to_owned();
+    for setting in settings {
+        text += &format!(
+            " {} worker(s), {} connection(s), {} B |",
+            setting["workers"], setting["connections"], setting["body_bytes"]
+        );
     }
-
-    fn share(&self, variant: Variant) -> f64 {
-        let of = |variant| self.of(variant).map_or(f64::NAN, |sample| sample.rate);
-        of(variant) / of(variant.against())
-    }
-
-    /// For the screen.
-    pub fn table(&self) -> String {
-        let mut text =
-            format!("  {:<22} {:>10} {:>9} {:>9}   {}\n", "", "requests/s", "p50 µs", "p99 µs", "share of");
-        for (variant, sample) in &self.rows {
+    text += &format!("\n|---|{}\n", "---|".repeat(settings.len()));
+    let rows = settings.first().and_then(|setting| setting["subjects"].as_array()).map_or(0, Vec::len);
+    for row in 0..rows {
+        let of = |setting: &Value| setting["subjects"][row].clone();
+        let first = settings.first().map(of).unwrap_or_default();
+        text += &format!("| {} (of {}) |", as_text(&first["name"]), as_text(&first["share_of"]));
+        for subject in settings.iter().map(of) {
             text += &format!(
-                "  {:<22} {:>10.0} {:>9.0} {:>9.0}   {:.2} of {}\n",
-                variant.name(),
-                sample.rate,
-                sample.p50,
-                sample.p99,
-                self.share(*variant),
-                variant.against().name()
+                " {} ({}); {} µs; {} µs |",
+                subject["requests_per_second"], subject["share"], subject["p50_us"], subject["cpu_us"]
             );
         }
-        text
+        text.push('\n');
     }
-
-    fn json(&self) -> Value {
-        let rows: Vec<Value> = self
-            .rows
-            .iter()
-            .map(|(variant, sample)| {
-                json!({
-                    "variant": variant.name(), "requests_per_second": sample.rate.round(),
-                    "p50_us": sample.p50, "p99_us": sample.p99,
-                    "share": (self.share(*variant) * 1000.0).round() / 1000.0, "share_of": variant.against().name(),
-                })
-            })
-            .collect();
-        json!({
-            "workers": self.setting.workers, "connections": self.setting.connections, "body_bytes": self.setting.body,
-            "variants": rows,
-        })
-    }
+    text
 }
 
-/// A whole run.
-pub struct Report {
-    rounds: u32,
-    seconds: u32,
-    measured: Vec<Measured>,
+fn as_text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
 }
 
-impl Report {
-    /// Nothing measured yet.
-    pub const fn new(rounds: u32, seconds: u32) -> Self {
-        Self { rounds, seconds, measured: Vec::new() }
-    }
-
-    /// One setting more.
-    pub fn add(&mut self, measured: Measured) {
-        self.measured.push(measured);
-    }
-
-    /// Writes the JSON.
-    pub fn write(&self, folder: &Path) -> Fallible<PathBuf> {
-        let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let cpu = cpu.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("unknown");
-        let cores = std::thread::available_parallelism().map_or(0, usize::from);
-        let report = json!({
-            "rounds": self.rounds, "seconds_each": self.seconds, "cores": cores,
-            "cpu": cpu.trim_start_matches([' ', '\t', ':']),
-            "settings": self.measured.iter().map(Measured::json).collect::<Vec<_>>(),
-        });
-        fs::create_dir_all(folder)?;
-        let file = folder.join("latest.json");
-        fs::write(&file, format!("{report:#}\n"))?;
-        Ok(file)
-    }
+fn machine() -> Value {
+    let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let cpu = cpu.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("unknown");
+    json!({
+        "cores": std::thread::available_parallelism().map_or(0, usize::from),
+        "cpu": cpu.trim_start_matches([' ', '\t', ':']),
+    })
 }
