@@ -1,7 +1,7 @@
 //! Owns a real Envoy for one test: its options, start, reload, restart, and what can be read from it.
 
 pub mod config;
-mod process;
+pub mod process;
 
 use std::collections::BTreeMap;
 use std::fs::File;
