@@ -7,7 +7,7 @@ use std::io::Read as _;
 use std::path::Path;
 
 pub use find::{Chain, Filter, Host, Manifest, Role};
-pub use node::Node;
+pub use node::{Node, camel_case};
 
 use crate::exit::Failure;
 

@@ -166,7 +166,8 @@ fn name_of(name: &MarkedYaml<'_>) -> String {
     }
 }
 
-fn camel_case(name: &str) -> String {
+/// The JSON spelling of a name.
+pub fn camel_case(name: &str) -> String {
     let mut camel = String::with_capacity(name.len());
     let mut upper = false;
     for c in name.chars() {

@@ -30,8 +30,10 @@ pub fn check(manifest: &Manifest, filter: &Filter, config: &Config, report: &mut
             );
         }
     }
+    // A list of filters by itself says nothing of its connection manager.
+    let is_manager = chain.manager.get("stat_prefix").is_some() || chain.manager.get("@type").is_some();
     for setting in ["normalize_path", "merge_slashes"] {
-        if !chain.manager.flag(setting) {
+        if is_manager && !chain.manager.flag(setting) {
             report.warn(
                 "path-normalization",
                 at,
