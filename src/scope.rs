@@ -163,15 +163,15 @@ fn push_part(
         }
         ScopePart::JwtClaim { claim, metadata_key } => {
             push_source(values, 3, &[metadata_key, claim]);
-            values.push_piece(&attribute_value(head, &attribute_path(part), max_length)?);
+            values.push_piece(&attribute_value(head, part, max_length)?);
         }
         ScopePart::PeerCertificate(field) => {
             push_source(values, 4, &[certificate_property(*field)]);
-            values.push_piece(&attribute_value(head, &attribute_path(part), max_length)?);
+            values.push_piece(&attribute_value(head, part, max_length)?);
         }
         ScopePart::Property(path) => {
             push_source(values, 5, &path.iter().map(String::as_str).collect::<Vec<_>>());
-            values.push_piece(&attribute_value(head, &attribute_path(part), max_length)?);
+            values.push_piece(&attribute_value(head, part, max_length)?);
         }
         ScopePart::Constant(value) => {
             push_source(values, 6, &[]);
@@ -232,8 +232,12 @@ fn the_one_line<'a>(head: &RequestHead<'a>, name: &str) -> Result<&'a [u8], Scop
 }
 
 /// Hashed as the host serializes it: a string is raw, a number 8 bytes, a boolean one.
-fn attribute_value(head: &RequestHead<'_>, path: &[&str], max_length: usize) -> Result<Vec<u8>, ScopeFault> {
-    let value = head.attributes.attribute(path).ok_or(ScopeFault::Missing)?;
+fn attribute_value(
+    head: &RequestHead<'_>,
+    part: &ScopePart,
+    max_length: usize,
+) -> Result<Vec<u8>, ScopeFault> {
+    let value = head.attributes.attribute(&attribute_path(part)).ok_or(ScopeFault::Missing)?;
     check_length(&value, max_length)?;
     Ok(value)
 }

@@ -69,13 +69,35 @@ pub struct Asking {
     told: String,
 }
 
-pub fn ask(arguments: &[&str]) -> Asking {
+/// A terminal: this side, and the command's.
+fn terminal() -> (File, OwnedFd) {
     let (mut master, mut slave) = (0, 0);
     let null = std::ptr::null_mut();
     // SAFETY: both numbers are there to be written, and nothing else is asked for.
     assert_eq!(unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) }, 0);
     // SAFETY: both are open and nobody else's.
-    let (terminal, input) = unsafe { (File::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) };
+    unsafe { (File::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) }
+}
+
+/// Runs it with a terminal for its standard error.
+pub fn run_watched(arguments: &[&str]) -> Ended {
+    let (mut terminal, told) = terminal();
+    let mut command = command(arguments);
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(told).spawn().unwrap();
+    // The command's side is open here as long as this is.
+    drop(command);
+    let watching = std::thread::spawn(move || {
+        let mut told = Vec::new();
+        // A terminal that nobody holds any more ends with an error.
+        let _ = terminal.read_to_end(&mut told);
+        String::from_utf8_lossy(&told).into_owned()
+    });
+    let ended = end(child, String::new());
+    Ended { err: watching.join().unwrap(), ..ended }
+}
+
+pub fn ask(arguments: &[&str]) -> Asking {
+    let (terminal, input) = terminal();
     let mut child =
         command(arguments).stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut told = Vec::new();

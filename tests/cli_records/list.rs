@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::command::{Config, Ended, run, run_with};
+use crate::command::{Config, Ended, run, run_watched, run_with};
 use crate::server::{Redis, hold, name};
 
 fn list(redis: &Redis, more: &[&str]) -> Ended {
@@ -70,7 +70,7 @@ fn age_limit_and_prefix_narrow_it() {
 }
 
 #[test]
-fn a_user_who_may_only_read_can_list_and_inspect_and_nothing_more() {
+fn a_user_of_an_acl_needs_the_rights_that_are_documented_and_no_more() {
     let redis = Redis::start();
     let key = redis.failed(1);
     let rights = "+scan +dbsize +hmget +hexists +pttl +time";
@@ -92,6 +92,15 @@ fn a_user_who_may_only_read_can_list_and_inspect_and_nothing_more() {
     let before = redis.record(&key);
     as_reader(&["forget", "--yes", "--redis-key", &key]).expect(3, "may not do this");
     assert_eq!(redis.record(&key), before);
+
+    // With these rights more, the same user may change records.
+    let rights = ["+eval", "+hset", "+hdel", "+del", "+exists", "+pexpire"];
+    redis.command(&[&["ACL", "SETUSER", "reader"], &rights[..]].concat());
+    let config = Config::payments(json!({}));
+    let file = config.file();
+    let place = ["--yes", "--config", &file, "--redis-key", &key];
+    as_reader(&[&["resolve", "--status", "201"], &place[..]].concat()).expect(0, "Resolved");
+    as_reader(&[&["forget"], &place[..]].concat()).expect(0, "Removed");
 }
 
 const MANY: usize = 100_000;
@@ -124,6 +133,11 @@ fn a_hundred_thousand_records_are_scanned_in_small_steps() {
         let name = line.split(':').next().unwrap();
         assert!(read_only.contains(&name), "{name}");
     }
+    // Whoever watches sees how far it is, and a pipe stays a pipe.
+    let watched = run_watched(&["list", "--redis", &redis.url(), "--state", "failed"])
+        .expect(0, "of about 100001 keys");
+    assert_eq!(watched.out.lines().count(), 1 + MANY / 1000 + 1);
+    assert!(!found.err.contains('\r'), "{}", found.err);
 }
 
 #[test]

@@ -70,6 +70,15 @@ fn somebody_else_released_it_and_it_runs_again() {
 }
 
 #[test]
+fn it_ran_again_and_failed_again() {
+    changed_meanwhile(Redis::failed, "no longer the one", |redis, number, key| {
+        redis.command(&["DEL", key]);
+        redis.claim(&claim_of(&hold(number, 2), LEASE)).unwrap();
+        assert_eq!(redis.write(&hold(number, 2), failure()), Ok(WriteReply::Applied));
+    });
+}
+
+#[test]
 fn somebody_else_resolved_it() {
     changed_meanwhile(Redis::failed, "no longer the one", |redis, number, key| {
         redis.command(&["DEL", key]);
