@@ -48,6 +48,10 @@ setup: ## install what is missing: the wasm32-wasip1 target, and Envoy into .too
 setup-redis: ## install redis-server if it is missing (as root on Debian; says how otherwise)
 	@redis=$$(scripts/install-redis.sh) && echo "Redis: $$redis"
 
+.PHONY: setup-node
+setup-node: ## install node if it is missing (as root on Debian; says how otherwise)
+	@node=$$(scripts/install-node.sh) && echo "Node: $$node"
+
 .PHONY: build
 build: ## build dist/idempotency.wasm
 	@scripts/setup-rust.sh
@@ -69,7 +73,7 @@ run-redis: setup setup-redis build ## the same with two Envoys on one Redis, one
 	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) cargo run --quiet --locked --example redis_demo
 
 .PHONY: test
-test: setup setup-redis ## everything: format, lints, unit, configurations, e2e, planted bugs, the story
+test: setup setup-redis setup-node ## everything: format, lints, unit, configurations, e2e, planted bugs, the story
 	@for step in $(TEST_STEPS); do \
 	    printf '\n=== make %s · at %d s\n' "$$step" "$$SECONDS"; \
 	    $(MAKE) "$$step" || { printf '\n=== make test: FAILED in `make %s` after %d s\n' "$$step" "$$SECONDS" >&2; exit 1; }; \
@@ -109,8 +113,12 @@ validate: setup build ## does Envoy accept the configurations in envoy/?
 	done
 
 .PHONY: e2e
-e2e: setup setup-redis build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
+e2e: setup setup-redis setup-node build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --test e2e -- $(ARGS)
+
+.PHONY: clients
+clients: setup setup-node build build-test-hooks ## run the client guide's code, the Go code too (installs Go into .tools/)
+	ENVOY_PATH=$$(scripts/install-envoy.sh) GO_PATH=$$(scripts/install-go.sh) cargo test --locked --test e2e client_guide
 
 .PHONY: chaos
 chaos: setup setup-redis build build-test-hooks ## break real processes under load for MINUTES (10), audit, print a table; SEED=… repeats a run's choices
@@ -118,7 +126,7 @@ chaos: setup setup-redis build build-test-hooks ## break real processes under lo
 	    cargo test --locked --test e2e chaos::storm -- --nocapture --test-threads 1
 
 .PHONY: e2e-matrix
-e2e-matrix: setup setup-redis build build-test-hooks ## the same on every Envoy in VERSIONS, some minutes each
+e2e-matrix: setup setup-redis setup-node build build-test-hooks ## the same on every Envoy in VERSIONS, some minutes each
 	@scripts/e2e-matrix.sh $(VERSIONS) -- $(ARGS)
 
 .PHONY: planted
