@@ -6,8 +6,10 @@
 
 mod send;
 
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -268,6 +270,10 @@ async fn the_guides_clients_run_an_intent_at_most_once() {
         assert_eq!(second[3], json!({"unsettled": "response-not-kept"}), "{name}");
         assert_eq!((runs(&plain), runs(&large)), (1, 1), "{name}");
     };
+    let refused = async |intent: &Intent, status: &str| {
+        let line = |line: &str| line.starts_with(status) && line.ends_with(&intent.path);
+        envoy.wait_access_log(line, PATIENCE).await;
+    };
     let wait = async |language: &Language| {
         let name = language.name();
         // The first request is another process's, and still runs.
@@ -277,25 +283,21 @@ async fn the_guides_clients_run_an_intent_at_most_once() {
         let first = vec![first.key(&intent.key).body(intent.body)];
         let first = tokio::spawn(burst(intent.to, Protocol::Http1, first));
         origin.wait_executions_of(&intent.key, 1, PATIENCE).await;
-        let conflicts = envoy.metric("conflicts").await;
         let (outcome, ()) = tokio::join!(language.send(&intent), async {
-            envoy.wait_metric("conflicts", conflicts + 1, PATIENCE).await;
+            refused(&intent, "409 ").await;
             barrier.open();
         });
         assert_eq!(answered(&outcome), (201, true), "{name}");
         assert_eq!(first.await.unwrap().pop().unwrap().unwrap().status, 201, "{name}");
         assert_eq!(origin.executions_of(&intent.key), 1, "{name}");
     };
-    let leave = async |language: &Language, path: &str| {
+    let leave = async |language: &Language, path: &str, status: &str| {
         let path = format!("{path}/{}", language.name());
         let barrier = held(&path);
         let intent = Intent { timeout: Duration::from_millis(700), ..Intent::new(envoy.addr(), &path) };
         let outcome = tokio::join!(language.send(&intent), async {
-            // The client's first try is over when its second one is refused, or finds the failure.
-            origin.wait_executions_of(&intent.key, 1, PATIENCE).await;
-            let refused = async || envoy.metric("conflicts").await + envoy.metric("failed_replies").await;
-            let before = refused().await;
-            poll_until(PATIENCE, "a second try", async || (refused().await > before).then_some(())).await;
+            // By then its first try is over.
+            refused(&intent, status).await;
             barrier.open();
         });
         assert_eq!(origin.executions_of(&intent.key), 1, "{} {path}", language.name());
@@ -311,16 +313,18 @@ async fn the_guides_clients_run_an_intent_at_most_once() {
         assert!(begin.elapsed() < PATIENCE, "{}: did not give up", language.name());
     };
 
-    all_at_once(languages.iter().map(tell)).await;
-    // One after the other, since they read the filter's counters.
-    for language in &languages {
-        wait(language).await;
-        let outcome = leave(language, "/inline/slow").await;
-        assert_eq!(outcome, json!({"unsettled": "failed"}), "{}", language.name());
-        let outcome = leave(language, "/detached/slow").await;
-        assert_eq!(answered(&outcome), (201, true), "{}", language.name());
-    }
-    all_at_once(languages.iter().map(give_up)).await;
+    all_at_once(languages.iter().map(async |language| {
+        let (inline, detached, ..) = tokio::join!(
+            leave(language, "/inline/slow", "424 "),
+            leave(language, "/detached/slow", "409 "),
+            wait(language),
+            give_up(language),
+            tell(language),
+        );
+        assert_eq!(inline, json!({"unsettled": "failed"}), "{}", language.name());
+        assert_eq!(answered(&detached), (201, true), "{}", language.name());
+    }))
+    .await;
     stuck.open();
 }
 
@@ -367,8 +371,16 @@ async fn the_guides_clients_do_what_its_table_says() {
         let refusal = Reply::status(*status).header("x-idempotency-refusal", kind);
         origin.on(&format!("/{kind}/"), Behaviour::Sequence(vec![refusal, Reply::status(201)]));
     }
-    let asked = Reply::status(409).header("x-idempotency-refusal", "in-flight").header("retry-after", "1");
-    origin.on("/asked/", Behaviour::Sequence(vec![asked, Reply::status(201)]));
+    // When each request for a path came.
+    let arrivals: Arc<Mutex<HashMap<String, Vec<Instant>>>> = Arc::default();
+    let log = Arc::clone(&arrivals);
+    let asked = Behaviour::func(move |seen, nth| {
+        log.lock().unwrap().entry(seen.path).or_default().push(Instant::now());
+        let refusal =
+            Reply::status(409).header("x-idempotency-refusal", "in-flight").header("retry-after", "1");
+        async move { if nth == 1 { refusal } else { Reply::status(201) } }
+    });
+    origin.on("/asked/", asked);
     origin.on(
         "/unknown/",
         Behaviour::Respond(Reply::status(400).header("x-idempotency-refusal", "of-tomorrow")),
@@ -415,17 +427,18 @@ async fn the_guides_clients_do_what_its_table_says() {
             let intent = Intent { resent: true, ..at(format!("/{status}/{name}")) };
             expect(intent, json!({"unsettled": format!("status {status}")}), 1);
         }
+        expect(at(format!("/asked/{name}")), answer(201), 2);
         let outcomes = language.send_all(&intents).await;
         for ((intent, outcome), expected) in intents.iter().zip(outcomes).zip(expected) {
             assert_eq!((outcome, tried(intent)), expected, "{name} {}", intent.path);
         }
-
-        // Longer than any random part of a first pause.
-        let asked = at(format!("/asked/{name}"));
-        let begin = Instant::now();
-        assert_eq!(language.send(&asked).await, answer(201), "{name}");
-        assert_eq!(tried(&asked), 2, "{name}");
-        assert!(begin.elapsed() >= Duration::from_secs(1), "{name}: Retry-After, {:?}", begin.elapsed());
+        // The random part of a first pause is at most half a second.
+        let waited = {
+            let arrivals = arrivals.lock().unwrap();
+            let times = &arrivals[&format!("/asked/{name}")];
+            times[1] - times[0]
+        };
+        assert!(waited >= Duration::from_secs(1), "{name}: Retry-After, {waited:?}");
     }))
     .await;
 }

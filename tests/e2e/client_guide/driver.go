@@ -31,12 +31,12 @@ func main() {
 	}
 	outcomes := make([]map[string]any, len(orders))
 	var all sync.WaitGroup
-	for at, order := range orders {
+	for at, one := range orders {
 		all.Add(1)
-		go func() {
+		go func(at int, order order) {
 			defer all.Done()
 			outcomes[at] = outcome(order)
-		}()
+		}(at, one)
 	}
 	all.Wait()
 	if err := json.NewEncoder(os.Stdout).Encode(outcomes); err != nil {
