@@ -70,8 +70,9 @@ impl Page {
                 }
                 Event::End(TagEnd::Heading(_)) => page.headings.last_mut().unwrap().1 = here.take().unwrap(),
                 Event::Start(Tag::CodeBlock(kind)) => {
-                    let CodeBlockKind::Fenced(fence) = kind else {
-                        panic!("{}: an indented block of code: fence it", path.display());
+                    let fence = match kind {
+                        CodeBlockKind::Fenced(fence) => fence.to_string(),
+                        CodeBlockKind::Indented => String::new(),
                     };
                     let word = fence.split_whitespace().next().unwrap_or_default();
                     page.code.push((word.to_owned(), String::new()));
