@@ -58,6 +58,10 @@ setup-webdis: ## install webdis if it is missing, for the tests of gateways (as 
 setup-prometheus: ## unpack Debian's prometheus into .tools/ if there is none (installs nothing, starts no service)
 	@prometheus=$$(scripts/install-prometheus.sh) && echo "Prometheus: $$prometheus"
 
+.PHONY: setup-node
+setup-node: ## install node if it is missing (as root on Debian; says how otherwise)
+	@node=$$(scripts/install-node.sh) && echo "Node: $$node"
+
 .PHONY: build
 build: ## build dist/idempotency.wasm
 	@scripts/setup-rust.sh
@@ -83,7 +87,7 @@ run-cluster: setup setup-redis build ## the same on a Redis Cluster of six nodes
 	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) cargo run --quiet --locked --example cluster_demo
 
 .PHONY: test
-test: setup setup-redis setup-webdis ## everything: format, lints, unit, configurations, e2e, planted bugs, the story
+test: setup setup-redis setup-webdis setup-node ## everything: format, lints, unit, configurations, e2e, planted bugs, the story
 	@for step in $(TEST_STEPS); do \
 	    printf '\n=== make %s · at %d s\n' "$$step" "$$SECONDS"; \
 	    $(MAKE) "$$step" || { printf '\n=== make test: FAILED in `make %s` after %d s\n' "$$step" "$$SECONDS" >&2; exit 1; }; \
@@ -123,7 +127,7 @@ validate: setup build ## does Envoy accept the configurations in envoy/ and depl
 	done
 
 .PHONY: e2e
-e2e: setup setup-redis setup-webdis setup-prometheus build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
+e2e: setup setup-redis setup-webdis setup-prometheus setup-node build build-test-hooks ## the tests on a real Envoy; ARGS='name --nocapture' goes to the test binary
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --test e2e -- $(ARGS)
 
 .PHONY: cli
@@ -135,13 +139,17 @@ cli: ## build dist/idempotency: the command that checks and explains configurati
 cli-test: setup setup-redis build ## the tests of the `idempotency` command, with a real Redis and a real Envoy
 	ENVOY_PATH=$$(scripts/install-envoy.sh) cargo test --locked --features cli --bin idempotency $(addprefix --test ,$(CLI_TESTS))
 
+.PHONY: clients
+clients: setup setup-node build build-test-hooks ## run the client guide's code, the Go code too (installs Go into .tools/)
+	ENVOY_PATH=$$(scripts/install-envoy.sh) GO_PATH=$$(scripts/install-go.sh) cargo test --locked --test e2e client_guide
+
 .PHONY: chaos
 chaos: setup setup-redis build build-test-hooks ## break real processes under load for MINUTES (10), audit, print a table; SEED=… repeats a run's choices
 	ENVOY_PATH=$$(scripts/install-envoy.sh) CHAOS_MINUTES=$(or $(MINUTES),10) CHAOS_SEED=$(SEED) \
 	    cargo test --locked --test e2e -- chaos::storm redis_cluster::storm --nocapture --test-threads 1
 
 .PHONY: e2e-matrix
-e2e-matrix: setup setup-redis setup-webdis build build-test-hooks ## the same on every Envoy in VERSIONS, some minutes each
+e2e-matrix: setup setup-redis setup-webdis setup-prometheus setup-node build build-test-hooks ## the same on every Envoy in VERSIONS, some minutes each
 	@scripts/e2e-matrix.sh $(VERSIONS) -- $(ARGS)
 
 .PHONY: planted

@@ -1,10 +1,8 @@
-//! What the documents name exists: files, links, make targets, configuration examples, tests, cases.
+//! What the documents name exists: files, make targets, tests, cases. `pages.rs` looks at links, code and tables.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, missing_docs)]
 
 use std::path::{Path, PathBuf};
-
-use idempotency::config;
 
 fn documents() -> Vec<(PathBuf, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -23,20 +21,6 @@ fn documents() -> Vec<(PathBuf, String)> {
     }
     assert!(files.len() > 6, "{files:?}");
     files.into_iter().map(|path| (path.clone(), std::fs::read_to_string(path).unwrap())).collect()
-}
-
-#[test]
-fn every_link_leads_somewhere() {
-    for (path, text) in documents() {
-        for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
-            let target = link.split('#').next().unwrap();
-            if target.is_empty() || target.contains("://") {
-                continue;
-            }
-            let target = path.parent().unwrap().join(target);
-            assert!(target.exists(), "{}: {link}", path.display());
-        }
-    }
 }
 
 #[test]
@@ -66,16 +50,6 @@ fn every_make_target_that_is_named_exists() {
             assert!(defined, "{}: make {command}", path.display());
         }
     }
-}
-
-#[test]
-fn the_readmes_configuration_is_accepted() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
-    let example = readme.split("value: |").nth(1).unwrap().split("```").next().unwrap();
-    let loaded = config::load(example.as_bytes());
-    assert!(loaded.is_ok(), "{}", loaded.unwrap_err());
-    assert!(!readme.contains("@@"), "a placeholder is left");
 }
 
 /// The tests that a text names, as `file::function`.

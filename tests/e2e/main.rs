@@ -15,6 +15,7 @@ mod acceptance;
 mod bad_input;
 mod chain;
 mod chaos;
+mod client_guide;
 mod contract;
 mod detached;
 mod detached_equivalence;
