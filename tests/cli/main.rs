@@ -15,7 +15,6 @@ mod command;
 mod explain;
 mod schema;
 mod snippet;
-#[allow(dead_code, reason = "tests/e2e uses the rest")]
 #[path = "../e2e/support/mod.rs"]
 mod support;
 mod usage;
@@ -35,9 +34,15 @@ pub fn read(path: &str) -> String {
 /// A file of a test's own.
 pub struct Scratch(tempfile::TempDir);
 
+impl Default for Scratch {
+    fn default() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+}
+
 impl Scratch {
     pub fn new() -> Self {
-        Self(tempfile::tempdir().unwrap())
+        Self::default()
     }
 
     pub fn put(&self, name: &str, text: &str) -> String {

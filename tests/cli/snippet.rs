@@ -132,7 +132,7 @@ async fn a_request_goes_through_the_snippet_and_its_record_has_the_explained_key
     .await;
 
     let key = unique_key();
-    let request = Request::post("/pay?b=2&a=1").key(&key).header("x-account-id", "alice").body("amount=1");
+    let request = Request::post("/pay?b=2&a=1").key(&key).body("amount=1");
     let first = send_once(envoy, Protocol::BOTH[0], &request).await.unwrap();
     let retry = send_once(envoy, Protocol::BOTH[0], &request).await.unwrap();
     let text = || std::fs::read_to_string(scratch.0.path().join("log")).unwrap();

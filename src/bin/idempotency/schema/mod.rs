@@ -59,28 +59,42 @@ fn table(name: &str, settings: &[Setting]) -> String {
 
 fn schema() -> Value {
     let mut root = object("top");
-    root["$schema"] = json!("https://json-schema.org/draft/2020-12/schema");
-    root["title"] = json!("envoy-idempotency plugin configuration");
-    root["$comment"] =
-        json!("Durations have bounds that a pattern can't hold; they are in the descriptions.");
-    root["if"] = json!({ "required": ["role"] });
-    root["then"] = json!({ "maxProperties": 1 });
+    set(&mut root, "$schema", json!("https://json-schema.org/draft/2020-12/schema"));
+    set(&mut root, "title", json!("envoy-idempotency plugin configuration"));
+    set(
+        &mut root,
+        "$comment",
+        json!("Durations have bounds that a pattern can't hold; they are in the descriptions."),
+    );
+    set(&mut root, "if", json!({ "required": ["role"] }));
+    set(&mut root, "then", json!({ "maxProperties": 1 }));
     // Who the caller is has to be said somewhere.
     let everywhere = json!({ "properties": { "rules": { "items": { "required": ["scope"] } } } });
     let in_defaults =
         json!({ "required": ["defaults"], "properties": { "defaults": { "required": ["scope"] } } });
-    root["else"] = json!({ "required": ["store", "rules"], "anyOf": [in_defaults, everywhere] });
-    root["$defs"] = json!({
-        "duration": {
-            "type": "string",
-            "pattern": "^0*[1-9][0-9]*(ms|s|m|h)$",
-            "examples": ["250ms", "60s", "15m", "24h"],
-        },
-        "rule": rule(true),
-        "defaults": rule(false),
-        "scope": scope(),
-    });
+    set(&mut root, "else", json!({ "required": ["store", "rules"], "anyOf": [in_defaults, everywhere] }));
+    set(
+        &mut root,
+        "$defs",
+        json!({
+            "duration": {
+                "type": "string",
+                "pattern": "^0*[1-9][0-9]*(ms|s|m|h)$",
+                "examples": ["250ms", "60s", "15m", "24h"],
+            },
+            "rule": rule(true),
+            "defaults": rule(false),
+            "scope": scope(),
+        }),
+    );
     root
+}
+
+/// Sets a member of an object.
+fn set(schema: &mut Value, name: &str, value: Value) {
+    if let Value::Object(members) = schema {
+        members.insert(name.to_owned(), value);
+    }
 }
 
 fn group(name: &str) -> &'static [Setting] {
@@ -96,7 +110,7 @@ fn rule(whole: bool) -> Value {
     }
     let mut rule = members.into_schema();
     if whole {
-        rule["required"] = json!(["name"]);
+        set(&mut rule, "required", json!(["name"]));
     }
     rule
 }
@@ -109,8 +123,8 @@ fn object(name: &str) -> Value {
     }
     let mut schema = members.into_schema();
     if name == "store" {
-        schema["minProperties"] = json!(1);
-        schema["maxProperties"] = json!(1);
+        set(&mut schema, "minProperties", json!(1));
+        set(&mut schema, "maxProperties", json!(1));
     }
     schema
 }
@@ -143,8 +157,8 @@ impl Members {
                 None => inner.into_schema(),
             };
             if name == "path" {
-                value["minProperties"] = json!(1);
-                value["maxProperties"] = json!(1);
+                set(&mut value, "minProperties", json!(1));
+                set(&mut value, "maxProperties", json!(1));
             }
             // What is required of the whole configuration depends on its role, and a scope may stand in defaults.
             if setting.is_some_and(|setting| setting.default == "**required**") && (name == "cluster" || name == "dialect") {
@@ -159,10 +173,10 @@ impl Members {
         }
         let mut schema = json!({ "type": "object", "properties": properties, "additionalProperties": false });
         if !exclusive.is_empty() {
-            schema["dependentSchemas"] = Value::Object(exclusive);
+            set(&mut schema, "dependentSchemas", Value::Object(exclusive));
         }
         if !required.is_empty() {
-            schema["required"] = json!(required);
+            set(&mut schema, "required", json!(required));
         }
         schema
     }
@@ -173,15 +187,15 @@ fn described(setting: &Setting, inner: Members) -> Value {
     let mut value = shaped(setting.shape, inner);
     let mut description = plain(setting.meaning);
     if let Shape::Duration(least, most) = setting.shape {
-        value["x-minimum"] = json!(least);
-        value["x-maximum"] = json!(most);
+        set(&mut value, "x-minimum", json!(least));
+        set(&mut value, "x-maximum", json!(most));
     }
     if !setting.allowed.is_empty() && !setting.allowed.starts_with("see [") {
         let _ = write!(description, ". Allowed: {}", plain(setting.allowed));
     }
-    value["description"] = json!(description);
+    set(&mut value, "description", json!(description));
     if let Some(default) = default(setting) {
-        value["default"] = default;
+        set(&mut value, "default", default);
     }
     value
 }
@@ -214,7 +228,7 @@ fn shaped(shape: Shape, inner: Members) -> Value {
     let text = |pattern: &str| json!({ "type": "string", "pattern": pattern });
     let list = |items: Value| json!({ "type": "array", "items": items, "uniqueItems": true });
     let some = |mut list: Value| {
-        list["minItems"] = json!(1);
+        set(&mut list, "minItems", json!(1));
         list
     };
     match shape {
@@ -237,7 +251,7 @@ fn shaped(shape: Shape, inner: Members) -> Value {
         Shape::Headers(refused) => list(header(refused)),
         Shape::Methods => {
             let mut method = text("^[!#$%&'*+.^_`|~0-9A-Z-]{1,64}$");
-            method["not"] = json!({ "enum": ["GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"] });
+            set(&mut method, "not", json!({ "enum": ["GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"] }));
             some(list(method))
         }
         Shape::Hosts => some(list(text(
@@ -274,7 +288,7 @@ fn header(refused: &[&str]) -> Value {
             })
         };
         let patterns: Vec<String> = refused.iter().map(|text| any_case(text)).collect();
-        name["not"] = json!({ "pattern": format!("^({})$", patterns.join("|")) });
+        set(&mut name, "not", json!({ "pattern": format!("^({})$", patterns.join("|")) }));
     }
     name
 }
@@ -300,7 +314,7 @@ fn scope() -> Value {
     let mut properties = Map::new();
     let mut choices = Vec::new();
     let mut add = |name: &str, mut value: Value, description: &str| {
-        value["description"] = json!(description);
+        set(&mut value, "description", json!(description));
         let camel = camel_case(name);
         let either = if camel == name {
             json!({ "required": [name] })
