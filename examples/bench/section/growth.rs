@@ -31,7 +31,7 @@ pub fn measure(bench: &Bench) -> Fallible<Value> {
     let envoy = Envoy::start(&bench.tools, 1, around, &variants)?;
     let subject = |name: &str| {
         let variant = variants.iter().find(|variant| variant.name == name).ok_or("no such variant")?;
-        Ok::<_, crate::Error>(envoy.subject(variant)?)
+        envoy.subject(variant)
     };
     // The order matters: only the last of them writes many records.
     let body = with_body(bench, &[subject("plain")?, subject("head_only")?, subject("first")?])?;
