@@ -1,6 +1,9 @@
-//! Failover by Sentinel: Envoy's health check follows the primary, and a primary that lost its replicas takes no claim.
+//! A primary whose place another takes: Envoy follows it by a health check (Sentinel), or by a DNS name (managed endpoints).
 
+use std::net::Ipv4Addr;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -126,4 +129,120 @@ async fn a_sentinel_failover_is_followed_and_the_old_primary_takes_nothing() {
     let keys: std::collections::BTreeSet<_> =
         origin.requests().into_iter().map(|seen| seen.key().map(<[u8]>::to_vec)).collect();
     assert_eq!(runs, keys.len(), "a key ran twice");
+}
+
+/// A DNS server with one answer to every question for an IPv4 address: 127.0.0.x.
+struct Dns {
+    port: u16,
+    last: Arc<AtomicU8>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for Dns {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Dns {
+    async fn start() -> Dns {
+        let socket = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let (port, last) = (socket.local_addr().unwrap().port(), Arc::new(AtomicU8::new(1)));
+        let says = Arc::clone(&last);
+        let task = tokio::spawn(async move {
+            let mut query = [0; 512];
+            while let Ok((length, from)) = socket.recv_from(&mut query).await {
+                let _ = socket.send_to(&answer(&query[..length], says.load(Ordering::Relaxed)), from).await;
+            }
+        });
+        Dns { port, last, task }
+    }
+
+    fn lead_to(&self, last: u8) {
+        self.last.store(last, Ordering::Relaxed);
+    }
+}
+
+/// RFC 1035 section 4: the question again, and one A record for it.
+fn answer(query: &[u8], last: u8) -> Vec<u8> {
+    let name = 12 + query[12..].iter().position(|byte| *byte == 0).unwrap() + 1;
+    let question = &query[12..name + 4];
+    let is_ipv4 = question[question.len() - 4..] == [0, 1, 0, 1];
+    let mut answer = [&query[..2], &[0x81, 0x80, 0, 1, 0, u8::from(is_ipv4), 0, 0, 0, 0], question].concat();
+    if is_ipv4 {
+        answer.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 1, 0, 4, 127, 0, 0, last]);
+    }
+    answer
+}
+
+/// What a managed Redis does: one name for the primary, which moves when the primary died, or became a replica.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_name_that_moves_to_the_new_primary_is_followed() {
+    for dies in [false, true] {
+        let mut old = Redis::start_with(&["--repl-diskless-sync-delay", "0"]).await;
+        let of = format!("127.0.0.1 {}", old.addr().port());
+        let new = Redis::start_with(&["--replicaof", &of]).await;
+        poll_until(PATIENCE, "the replica is in sync", async || {
+            new.command("INFO replication").await.contains("master_link_status:up").then_some(())
+        })
+        .await;
+        // The same port at another address leads to the replica.
+        let other =
+            tokio::net::TcpListener::bind((Ipv4Addr::new(127, 0, 0, 2), old.addr().port())).await.unwrap();
+        let replica = new.addr();
+        let road = tokio::spawn(async move {
+            while let Ok((mut client, _)) = other.accept().await {
+                tokio::spawn(async move {
+                    let Ok(mut server) = tokio::net::TcpStream::connect(replica).await else { return };
+                    let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+                });
+            }
+        });
+        let (dns, origin) = (Dns::start().await, Origin::start().await);
+        let plugin = on_redis(plugin_with(json!({"lock_ttl": "5s"})), Pace::STEADY);
+        let builder = Envoy::builder().workers(1).plugin(plugin).origin_addr(origin.addr());
+        let patch = json!({
+            "settings": {"op_timeout": Pace::STEADY.op_timeout()},
+            "redis_cluster": {
+                "type": "STRICT_DNS", "dns_lookup_family": "V4_ONLY", "dns_refresh_rate": "0.5s",
+                "load_assignment": {"endpoints": [{"lb_endpoints": [{"endpoint": {"address": {"socket_address": {
+                    "address": "redis.test", "port_value": old.addr().port()}}}}]}]},
+                "typed_dns_resolver_config": {"name": "envoy.network.dns_resolver.cares", "typed_config": {
+                    "@type": "type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig",
+                    "resolvers": [{"socket_address": {"address": "127.0.0.1", "port_value": dns.port}}],
+                }},
+            },
+        });
+        let envoy = with_link(builder, old.addr(), &patch).start().await;
+        let works = async || {
+            poll_until(PATIENCE, "the store works", async || {
+                let (key, answer) = pay(&envoy).await;
+                (answer.status == 200).then_some((key, answer))
+            })
+            .await
+        };
+        let (key, first) = works().await;
+        poll_until(PATIENCE, "the replica has it", async || {
+            (new.command("DBSIZE").await == old.command("DBSIZE").await).then_some(())
+        })
+        .await;
+        assert!(new.command("REPLICAOF NO ONE").await.starts_with("+OK"));
+        if dies {
+            old.kill();
+        } else {
+            let of = format!("REPLICAOF 127.0.0.1 {}", new.addr().port());
+            assert!(old.command(&of).await.starts_with("+OK"));
+        }
+        let moved = Instant::now();
+        let (refused, answer) = pay(&envoy).await;
+        assert_eq!(answer.kind(), (503, Some("store-unavailable".to_owned())), "{dies}: {answer:?}");
+        assert_eq!(origin.executions_of(&refused), 0);
+        dns.lead_to(2);
+        works().await;
+        println!("dies: {dies}: the store works again after {:?}", moved.elapsed());
+        let again = Request::post("/pay").key(&key).body("amount=1");
+        let replay = ask(&envoy, Protocol::Http2, &again).await;
+        assert_eq!((replay.is_replay(), replay.body, origin.executions_of(&key)), (true, first.body, 1));
+        road.abort();
+    }
 }
