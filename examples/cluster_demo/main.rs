@@ -2,6 +2,7 @@
 //! killed, and its replica takes its place. Every answer and every count of executions is checked; one that differs
 //! makes the exit status 1.
 #![allow(clippy::disallowed_methods, reason = "the demo runs in real time")]
+#![allow(clippy::indexing_slicing, reason = "lists of six nodes, two Envoys and thirty payments")]
 
 #[allow(dead_code, reason = "the other demos use the rest")]
 #[path = "../demo/client.rs"]

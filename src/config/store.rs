@@ -61,7 +61,7 @@ impl RawStore {
     pub(super) fn redis(&self) -> Option<&RawRedis> {
         match self {
             Self::SharedData(_) => None,
-            Self::Redis(redis) => Some(redis),
+            Self::Redis(redis) => Some(redis.as_ref()),
         }
     }
 
@@ -95,7 +95,10 @@ pub(super) fn read_store(json: &Json, path: &str, problems: &mut Problems) -> Op
         problems.refuse(path, got(json, EXPECTED));
         return None;
     }
-    shared_data.given().map(RawStore::SharedData).or(redis.given().map(|redis| RawStore::Redis(Box::new(redis))))
+    shared_data
+        .given()
+        .map(RawStore::SharedData)
+        .or(redis.given().map(|redis| RawStore::Redis(Box::new(redis))))
 }
 
 fn read_shared_data(json: &Json, path: &str, problems: &mut Problems) -> Option<SharedDataConfig> {

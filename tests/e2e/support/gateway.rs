@@ -208,10 +208,10 @@ fn percent_decoded(word: &str) -> Vec<u8> {
 }
 
 fn result_of(result: &Resp<'_>, is_base64: bool) -> Value {
-    match result {
-        Resp::Error(error) => json!({"error": String::from_utf8_lossy(error)}),
-        other => json!({"result": json_of(other, is_base64)}),
+    if let Resp::Error(error) = result {
+        return json!({"error": String::from_utf8_lossy(error)});
     }
+    json!({"result": json_of(result, is_base64)})
 }
 
 fn json_of(value: &Resp<'_>, is_base64: bool) -> Value {

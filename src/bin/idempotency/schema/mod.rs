@@ -161,7 +161,9 @@ impl Members {
                 set(&mut value, "maxProperties", json!(1));
             }
             // What is required of the whole configuration depends on its role, and a scope may stand in defaults.
-            if setting.is_some_and(|setting| setting.default == "**required**") && (name == "cluster" || name == "dialect") {
+            if setting.is_some_and(|setting| setting.default == "**required**")
+                && (name == "cluster" || name == "dialect")
+            {
                 required.push(name);
             }
             let camel = camel_case(name);

@@ -245,7 +245,7 @@ fn load(json: &[u8], path: &str, line: usize, report: &mut Report) -> Option<Plu
                     path: String::new(),
                     config: Some(Summary {
                         rules: config.rules.iter().map(|rule| rule.name.clone()).collect(),
-                        sustained: config.sustained_keys_per_second(),
+                        sustained: config.sustained_keys_per_100_seconds().map(|keys| keys as f64 / 100.0),
                     }),
                 });
             }
