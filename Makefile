@@ -164,6 +164,8 @@ story: ## the story of `make run`, once
 bench: setup setup-redis build ## what the filter costs, side by side, in bench/results/; SECTIONS=filter,redis,peers,growth,memory,callgrind FULL=1 ROUNDS=3 SECONDS_EACH=1
 	@for tool in wrk valgrind; do command -v $$tool >/dev/null || { echo "make: no $$tool: apt-get install $$tool" >&2; exit 1; }; done
 	@cargo build --quiet --locked --release --example bench --example core_costs
+	@mkdir -p target/bench; floor() { rustc --edition 2024 --target wasm32-wasip1 --crate-type cdylib -O -C panic=abort -C strip=symbols "$${@:2}" bench/floor/filter.rs -o "target/bench/$$1.wasm"; }; \
+	    floor filter_that_does_nothing; floor filter_that_holds --cfg holds
 	@ENVOY_PATH=$$(scripts/install-envoy.sh) REDIS_PATH=$$(scripts/install-redis.sh) CARGO_MANIFEST_DIR=$$PWD \
 	    CORE_COSTS="$(TARGET_DIR)/release/examples/core_costs" "$(TARGET_DIR)/release/examples/bench"
 

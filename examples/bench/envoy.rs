@@ -29,6 +29,8 @@ pub enum Filter {
     None,
     /// This project's, with its plugin configuration.
     Idempotency(Value),
+    /// Another module, of this name in `target/bench`: the least that any filter costs.
+    Floor(&'static str),
     /// A script for Envoy's Lua filter.
     Lua(String),
 }
@@ -72,6 +74,11 @@ impl Variant {
     /// First executions under this plugin configuration.
     pub fn first(name: &'static str, plugin: Value) -> Self {
         Self { name, filter: Filter::Idempotency(plugin), ..Self::plain() }
+    }
+
+    /// First executions behind a filter that does nothing, or only holds.
+    pub fn floor(name: &'static str) -> Self {
+        Self { name, filter: Filter::Floor(name), ..Self::plain() }
     }
 
     /// Replays under this plugin configuration.
@@ -194,10 +201,11 @@ pub struct Envoy {
 impl Envoy {
     /// Starts it, and waits until it serves.
     pub fn start(tools: &Tools, workers: u32, around: Around, variants: &[Variant]) -> Fallible<Self> {
-        let module = tools.root.join("dist/idempotency.wasm");
+        let module = &tools.root.join("dist/idempotency.wasm");
+        let floors = &tools.root.join("target/bench");
         let directory = tempfile::Builder::new().prefix("idempotency-bench-").tempdir()?;
         let configuration = directory.path().join("envoy.json");
-        fs::write(&configuration, bootstrap(&module, around, directory.path(), variants).to_string())?;
+        fs::write(&configuration, bootstrap(module, floors, around, directory.path(), variants).to_string())?;
         let log = File::create(directory.path().join("log"))?;
         let admin_file = directory.path().join("admin");
         let start = Instant::now();
@@ -233,7 +241,7 @@ impl Envoy {
 
     /// A variant as what is measured.
     pub fn subject(&self, variant: &Variant) -> Fallible<Subject> {
-        let is_filter = matches!(variant.filter, Filter::Idempotency(_) | Filter::Lua(_));
+        let is_filter = matches!(variant.filter, Filter::Idempotency(_) | Filter::Floor(_) | Filter::Lua(_));
         Ok(Subject {
             name: variant.name.to_owned(),
             against: variant.against.to_owned(),
@@ -278,9 +286,10 @@ const HCM: &str =
     "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager";
 const HTTP: &str = "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions";
 
-fn bootstrap(module: &Path, around: Around, directory: &Path, variants: &[Variant]) -> Value {
+fn bootstrap(module: &Path, floors: &Path, around: Around, directory: &Path, variants: &[Variant]) -> Value {
     let socket = directory.join("redis.sock");
-    let mut listeners: Vec<Value> = variants.iter().map(|variant| listener(variant, module)).collect();
+    let mut listeners: Vec<Value> =
+        variants.iter().map(|variant| listener(variant, module, floors)).collect();
     let hold = || wasm("request_end_hold", module, &json!({"role": "request_end_hold"}));
     listeners.push(internal(
         "redis_link",
@@ -395,10 +404,13 @@ fn internal(name: &str, filters: Value, route: Value) -> Value {
     json!({"name": name, "internal_listener": {}, "filter_chains": hcm(name, filters, action)})
 }
 
-fn listener(variant: &Variant, module: &Path) -> Value {
+fn listener(variant: &Variant, module: &Path, floors: &Path) -> Value {
     let filter = match &variant.filter {
         Filter::None => None,
         Filter::Idempotency(plugin) => Some(wasm(variant.name, module, plugin)),
+        Filter::Floor(name) => {
+            Some(wasm(variant.name, &floors.join(name).with_extension("wasm"), &json!({})))
+        }
         Filter::Lua(script) => Some(json!({"name": "lua", "typed_config": {
             "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
             "default_source_code": {"inline_string": script}}})),

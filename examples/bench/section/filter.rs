@@ -12,6 +12,8 @@ pub fn measure(bench: &Bench) -> Fallible<Value> {
     let short = json!({"record_ttl": "20s"});
     let variants = [
         Variant::plain(),
+        Variant::floor("filter_that_does_nothing"),
+        Variant::floor("filter_that_holds"),
         Variant::first("uncovered", plugin(embedded(), json!({"match": {"path": {"prefix": "/other"}}}))),
         Variant::first("first", plugin(embedded(), short)),
         Variant::first(
