@@ -187,12 +187,9 @@ check-config: ## check a plugin configuration, or a whole Envoy file: make check
 
 .PHONY: dist
 dist: build ## pack a release into dist/: module, image, schema, SBOM, licences, dashboard, alerts, sums; RUNBOOKS=https://…
-	@schema=; \
-	if grep -q '^cli = ' Cargo.toml; then \
-	    schema="$(TARGET_DIR)/idempotency.schema.json"; \
-	    cargo run --quiet --locked --features cli --bin idempotency -- schema > "$$schema"; \
-	fi; \
-	scripts/dist.py pack --wasm dist/idempotency.wasm --out dist $(if $(RUNBOOKS),--runbooks "$(RUNBOOKS)") $${schema:+--schema "$$schema"}
+	@schema="$(TARGET_DIR)/idempotency.schema.json"; \
+	cargo run --quiet --locked --features cli --bin idempotency -- schema > "$$schema"; \
+	scripts/dist.py pack --wasm dist/idempotency.wasm --out dist --schema "$$schema" $(if $(RUNBOOKS),--runbooks "$(RUNBOOKS)")
 
 .PHONY: dashboard-image
 dashboard-image: setup setup-redis setup-prometheus build build-test-hooks ## draw docs/images/dashboard.svg from a load of SECONDS_OF_LOAD (180)
