@@ -101,6 +101,13 @@ async fn the_image_holds_a_module_that_runs_and_nothing_else() {
     assert_eq!((first.status, retry.is_replay(), origin.executions_of(&key)), (200, true, 1));
 }
 
+/// Every worker of every Envoy compiles the module.
+#[test]
+fn the_module_is_small() {
+    let bytes = std::fs::metadata(Wasm::Dist.path()).unwrap().len();
+    assert!(bytes <= 600 * 1024, "{bytes} B, and 600 KiB are {}", 600 * 1024);
+}
+
 #[test]
 fn two_runs_give_the_same_bytes_and_every_file_is_in_the_sums() {
     let [one, two] = [packed(|_| ()), packed(|_| ())];
