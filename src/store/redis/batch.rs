@@ -200,6 +200,8 @@ impl Batcher {
         self.poll_side(Side::Well, now).or_else(|| self.poll_side(Side::Failing, now))
     }
 
+    // Twice in `poll`: once in the wasm is enough.
+    #[inline(never)]
     fn poll_side(&mut self, side: Side, now: Timestamp) -> Option<Dispatch> {
         let out = self.in_flight.iter().filter(|in_flight| in_flight.side == side).count();
         if out >= self.settings.max_in_flight_batches.max(1) {
@@ -389,15 +391,15 @@ impl Batcher {
             return;
         }
         self.failing_ranges = failing;
-        let worse = self.well.take_where(|job| job.range & failing != 0);
-        let better = self.failing.take_where(|job| job.range & failing == 0);
+        let worse = self.well.take_where(&|job: &Job| job.range & failing != 0);
+        let better = self.failing.take_where(&|job: &Job| job.range & failing == 0);
         worse.into_iter().for_each(|job| self.failing.push_back(job));
         better.into_iter().for_each(|job| self.well.push_back(job));
     }
 
     fn expire_queue(&mut self, now: Timestamp) {
-        let mut expired = self.well.take_where(|job| now >= job.deadline);
-        expired.extend(self.failing.take_where(|job| now >= job.deadline));
+        let mut expired = self.well.take_where(&|job: &Job| now >= job.deadline);
+        expired.extend(self.failing.take_where(&|job: &Job| now >= job.deadline));
         for job in expired {
             self.count(Cause::TimedOut);
             self.give_up(&job);

@@ -97,12 +97,12 @@ impl Queue {
     }
 
     /// Takes out everything that it is true of.
-    pub(super) fn take_where(&mut self, is_taken: impl Fn(&Job) -> bool) -> Vec<Job> {
+    pub(super) fn take_where(&mut self, is_taken: &dyn Fn(&Job) -> bool) -> Vec<Job> {
         let mut taken = Vec::new();
         for lane in self.lanes_mut() {
             // Nearly always nothing is, and then nothing is moved.
-            if lane.iter().any(&is_taken) {
-                let (out, waiting): (Vec<_>, Vec<_>) = std::mem::take(lane).into_iter().partition(&is_taken);
+            if lane.iter().any(is_taken) {
+                let (out, waiting): (Vec<_>, Vec<_>) = std::mem::take(lane).into_iter().partition(is_taken);
                 *lane = waiting.into();
                 taken.extend(out);
             }
@@ -265,7 +265,7 @@ mod tests {
     fn what_is_over_or_cancelled_is_taken_out() {
         let jobs = (1..=4).map(|ticket| job(ticket, Priority::Normal, 0, ticket != 3));
         let mut waiting = queue(jobs);
-        let expired = waiting.take_where(|job| job.deadline <= Timestamp::from_millis(1));
+        let expired = waiting.take_where(&|job: &Job| job.deadline <= Timestamp::from_millis(1));
         assert_eq!(expired.iter().map(|job| job.ticket).collect::<Vec<_>>(), [1]);
         assert!(waiting.take_claim(3).is_none());
         assert!(waiting.take_claim(9).is_none());
