@@ -8,8 +8,8 @@ export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-$root/target}"
 case "$CARGO_TARGET_DIR" in /*) ;; *) CARGO_TARGET_DIR="$root/$CARGO_TARGET_DIR" ;; esac
 tree="$CARGO_TARGET_DIR/planted/tree"
 log="$CARGO_TARGET_DIR/planted/log"
-# A directory of its own: Cargo takes the copy for the same package, and would reuse a planted artefact for the clean tree.
-copy_target="$CARGO_TARGET_DIR/planted/build"
+# A directory of its own: the module has the same name, whatever the package is called.
+module_target="$CARGO_TARGET_DIR/planted/build"
 only=("$@")
 planted=0
 survived=0
@@ -20,6 +20,9 @@ fresh_tree() {
     (cd "$root" && git ls-files -z --cached --others --exclude-standard |
         while IFS= read -r -d '' file; do [ -e "$file" ] && printf '%s\0' "$file"; done |
         xargs -0 cp --parents -t "$tree")
+    # Another package: Cargo takes the copy for the same one, and would reuse a planted artefact for the clean tree.
+    # What it depends on is the same, and is built already.
+    sed -i 's/^name = "envoy-idempotency"$/name = "envoy-idempotency-planted"/' "$tree/Cargo.toml" "$tree/Cargo.lock"
     # Cargo compares times: what an earlier bug left behind must not look newer than the clean file.
     find "$tree" -name '*.rs' -exec touch {} +
 }
@@ -38,20 +41,20 @@ PY
 
 # Without the floods: a planted bug has to show sooner.
 native() {
-    (cd "$tree" && cargo test --locked --target-dir "$copy_target" --lib --test scenarios --test store_contract \
+    (cd "$tree" && cargo test --locked --lib --test scenarios --test store_contract \
         --no-fail-fast -- --skip bounds::)
 }
 
 # The inputs that the fuzz targets started from and found.
 corpus() {
-    (cd "$tree" && cargo test --locked --target-dir "$copy_target" --test corpus)
+    (cd "$tree" && cargo test --locked --test corpus)
 }
 
 # The end-to-end binary is the unplanted one; only the filter it loads is planted.
 through_envoy() {
     (cd "$tree" && cargo build --locked --release --lib --target wasm32-wasip1 --features test-hooks \
-        --target-dir "$copy_target/hooks")
-    cp "$copy_target/hooks/wasm32-wasip1/release/idempotency.wasm" "$tree/planted.wasm"
+        --target-dir "$module_target")
+    cp "$module_target/wasm32-wasip1/release/idempotency.wasm" "$tree/planted.wasm"
     (cd "$root" && IDEMPOTENCY_WASM="$tree/planted.wasm" IDEMPOTENCY_TEST_WASM="$tree/planted.wasm" \
         cargo test --locked --test e2e "$@")
 }
