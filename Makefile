@@ -176,6 +176,10 @@ callgrind: ## does the core take more instructions than bench/results/callgrind.
 	@SECTIONS=callgrind CHECK=1 ENVOY_PATH=none REDIS_PATH=none CARGO_MANIFEST_DIR=$$PWD \
 	    CORE_COSTS="$(TARGET_DIR)/release/examples/core_costs" "$(TARGET_DIR)/release/examples/bench"
 
+.PHONY: simulate
+simulate: ## one worker on Redis in virtual time, and what larger rates need: the tables of docs/scale.md
+	@cargo run --quiet --locked --example simulate
+
 .PHONY: fuzz
 fuzz: ## look for inputs that break a parser's properties: 20 s a target; TARGET=resp SECONDS=600
 	@nice scripts/fuzz.sh "$(or $(SECONDS),$(SECONDS_PER_TARGET),20)" "$(TARGET)"
