@@ -278,6 +278,8 @@ async fn clients_that_leave_while_their_claim_is_asked_for_leave_none() {
         redis.resume();
         settled(&[&envoy]).await;
         if !unanswered {
+            // Before a claim is answered there is no record either.
+            envoy.wait_metric("released.not_sent", 60, PATIENCE).await;
             poll_until(PATIENCE, "no claim is left", async || (records(&redis).await == ":0").then_some(()))
                 .await;
             assert_eq!(envoy.metric("released.not_sent").await, 60);
