@@ -119,7 +119,9 @@ fn with(place: &[&str], value: Value) -> Value {
     let rule = json!({"name": "r", "scope": "shared"});
     let mut config = json!({"store": {"shared_data": {}}, "rules": [rule]});
     if place.first() == Some(&"store") {
-        config["store"] = if place.get(1) == Some(&"redis") {
+        config["store"] = if place.get(2) == Some(&"gateway") {
+            json!({"redis": {"cluster": "c", "gateway": {"dialect": "upstash_resp2"}}})
+        } else if place.get(1) == Some(&"redis") {
             json!({"redis": {"cluster": "c"}})
         } else {
             json!({"shared_data": {}})
